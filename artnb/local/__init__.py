@@ -1,0 +1,1 @@
+"""Engine and trainer in this process."""

@@ -1,0 +1,1 @@
+"""What a notebook needs: the event-loop helper and progress."""

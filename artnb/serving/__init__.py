@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint over any engine. The endpoint knows text; it does not know training."""

@@ -1,0 +1,1 @@
+"""What is kept of a run: history on disk, always."""
