@@ -184,6 +184,8 @@ class TrajectoryGroup(pydantic.BaseModel):
     metadata: dict[str, MetadataValue] = pydantic.Field(default_factory=dict)
     metrics: dict[str, float | int | bool] = pydantic.Field(default_factory=dict)
     logs: list[str] = pydantic.Field(default_factory=list)
+    # (model name, split) pairs whose history already holds this group: logging it again is a no-op.
+    _logged: set[tuple[str, str]] = pydantic.PrivateAttr(default_factory=set)
 
     @overload
     def __new__(cls, trajectories: Iterable[Trajectory | BaseException] = ..., **fields: Any) -> TrajectoryGroup: ...

@@ -1,0 +1,68 @@
+"""artnb: train LLM agents by reinforcement learning from inside a notebook, on one GPU or none.
+
+    import artnb as art
+
+Importing it loads neither torch nor transformers, touches no GPU and patches nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .backend import Backend, TrainResult
+    from .batches import trajectory_group_batches
+    from .capture import auto_trajectory, capture_auto_trajectory, trajectory
+    from .config import LoraConfig, TrainConfig, TrainSFTConfig
+    from .demo import demo_model
+    from .engines.scripted import ScriptedEngine
+    from .errors import ArtnbError
+    from .gather import gather_trajectories, gather_trajectory_groups
+    from .local.backend import LocalBackend
+    from .model import Model, TrainableModel
+    from .retry import retry
+    from .trajectory import History, StopReason, Trajectory, TrajectoryGroup
+
+# Public name → module. Each is imported when it is first used.
+_PUBLIC = {
+    "ArtnbError": "errors",
+    "Backend": "backend",
+    "History": "trajectory",
+    "LocalBackend": "local.backend",
+    "LoraConfig": "config",
+    "Model": "model",
+    "ScriptedEngine": "engines.scripted",
+    "StopReason": "trajectory",
+    "TrainConfig": "config",
+    "TrainResult": "backend",
+    "TrainSFTConfig": "config",
+    "TrainableModel": "model",
+    "Trajectory": "trajectory",
+    "TrajectoryGroup": "trajectory",
+    "auto_trajectory": "capture",
+    "capture_auto_trajectory": "capture",
+    "demo_model": "demo",
+    "gather_trajectories": "gather",
+    "gather_trajectory_groups": "gather",
+    "retry": "retry",
+    "trajectory": "capture",
+    "trajectory_group_batches": "batches",
+}
+
+__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'artnb' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

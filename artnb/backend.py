@@ -1,0 +1,86 @@
+"""What every backend offers, and what a step answers. A backend owns engine and trainer; a model is only a handle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from .capture import Collector
+    from .config import TrainConfig, TrainSFTConfig
+    from .model import TrainableModel
+    from .tracking.history import History
+    from .trajectory import Trajectory, TrajectoryGroup
+
+ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class TrainResult:
+    """What one step did.
+
+    `reasons` counts the groups that did not train by why ("all rewards equal": 3), `notes` says the same
+    in sentences, `trained` is False when nothing was: the step counts, the adapter is unchanged.
+    """
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    trained: bool = True
+    checkpoint_path: Path | None = None
+
+    def __str__(self) -> str:
+        shown = {k: self.metrics[k] for k in ("reward", "loss", "grad_norm", "entropy", "seconds") if k in self.metrics}
+        values = ", ".join(f"{k} {v:.3g}" for k, v in shown.items())
+        left = "; not trained: " + ", ".join(f"{n} × {r}" for r, n in self.reasons.items()) if self.reasons else ""
+        return f"step {self.step}: {values}{left}"
+
+
+class Backend(Protocol):
+    """Where engine and trainer live. Every call may be repeated."""
+
+    async def register(self, model: TrainableModel) -> None:
+        """Load the base, resume or create the adapter, serve it. A second call changes nothing."""
+        ...
+
+    async def train(
+        self,
+        model: TrainableModel,
+        trajectory_groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        **options: Any,
+    ) -> TrainResult:
+        """One GRPO step. `options` are TrainConfig's, for callers that pass them one by one."""
+        ...
+
+    async def train_sft(
+        self, model: TrainableModel, trajectories: Iterable[Trajectory], config: TrainSFTConfig | None = None
+    ) -> TrainResult:
+        """One supervised step over all `trajectories`."""
+        ...
+
+    async def get_step(self, model: TrainableModel) -> int: ...
+
+    async def delete_checkpoints(self, model: TrainableModel, keep: Sequence[int]) -> list[int]:
+        """Delete every checkpoint but `keep` and the newest; returns what was deleted."""
+        ...
+
+    async def close(self) -> None: ...
+
+    def app(self, model: TrainableModel) -> ASGIApp:
+        """The endpoint that serves the model, as an ASGI app for clients in this process."""
+        ...
+
+    def endpoint(self, model: TrainableModel) -> tuple[str, str]:
+        """(base URL, API key) of the endpoint over HTTP; starts the server on the first call."""
+        ...
+
+    def api_key(self, model: TrainableModel) -> str: ...
+
+    def history(self, model: TrainableModel) -> History: ...
+
+    def collector(self, model: TrainableModel) -> Collector: ...

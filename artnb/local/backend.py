@@ -1,0 +1,240 @@
+"""LocalBackend: one engine and one trainer in this process, on the weights that both share.
+
+It chooses device, dtype and engine, says in one line what it chose and why, and can be told otherwise.
+Several models on one backend share their base. The step itself is in step.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..backend import ASGIApp, TrainResult
+from ..capture import CaptureRegistry, Collector
+from ..config import TrainConfig, TrainSFTConfig, check_choice, check_number
+from ..engines.base import AdapterRef
+from ..errors import ConfigError, ModelError
+from ..tracking.history import History
+from ..trajectory import Trajectory, TrajectoryGroup
+from .lockfile import FolderLock
+from .served import ServedBase, load_base
+from .step import TrainedModel, run_sft_step, run_step
+
+if TYPE_CHECKING:
+    from ..model import TrainableModel
+
+
+class LocalBackend:
+    """Serve and train in this process.
+
+    backend = art.LocalBackend()                      # chooses by itself
+    backend = art.LocalBackend(path="/content/drive/MyDrive/art", device="cpu", dtype="float32")
+
+    `path` is where checkpoints and history live: a plain folder, a mounted drive too.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | Path = ".art",
+        device: str = "auto",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        engine: Literal["auto", "transformers"] = "auto",
+        context_length: int | None = None,
+        max_running: int = 64,
+        kv_tokens: int | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        seed: int = 0,
+        served_checkpoints: int = 4,
+        in_process: bool = True,
+        verbose: bool = True,
+    ) -> None:
+        """
+        Args:
+            context_length: tokens of prompt and answer together; None takes the model's own.
+            max_running: requests that are sampled side by side; more wait.
+            kv_tokens: tokens whose keys and values are kept; None: a quarter of the free memory.
+            port: of the HTTP endpoint, which starts when `inference_base_url` is first used; 0 is any free one.
+            served_checkpoints: how many older checkpoints (`name@step`) stay loaded once asked for.
+        """
+        me = "LocalBackend"
+        check_choice(me, "dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
+        check_choice(me, "engine", engine, ("auto", "transformers"))
+        check_number(me, "max_running", max_running, low=1, whole=True)
+        check_number(me, "port", port, low=0, high=65535, whole=True)
+        check_number(me, "seed", seed, low=0, whole=True)
+        check_number(me, "served_checkpoints", served_checkpoints, low=1, whole=True)
+        for option, value in (("context_length", context_length), ("kv_tokens", kv_tokens)):
+            if value is not None:
+                check_number(me, option, value, low=16, whole=True)
+        if not in_process:
+            raise ConfigError(f"{me}: in_process=False is not offered: engine and trainer share this process's weights")
+        self.path = Path(path)
+        self.device = device
+        self.dtype = dtype
+        self.context_length = context_length
+        self.max_running = max_running
+        self.kv_tokens = kv_tokens
+        self.host = host
+        self.port = port
+        self.seed = seed
+        self.served_checkpoints = served_checkpoints
+        self.verbose = verbose
+        self.captures = CaptureRegistry()
+        self._bases: dict[str, ServedBase] = {}
+        self._models: dict[str, TrainedModel] = {}
+        self._loading = asyncio.Lock()
+        self._closed = False
+
+    # Registering ---------------------------------------------------------------------------------
+
+    async def register(self, model: TrainableModel) -> None:
+        """Load the base, resume or create the adapter, serve it. A second call changes nothing.
+
+        Raises: ModelError (unknown base), ConfigError (the folder holds another base or LoRA),
+        CheckpointError (damaged checkpoint, folder in use by another process).
+        """
+        if self._closed:
+            raise ConfigError("this LocalBackend is closed; make a new one with art.LocalBackend()")
+        async with self._loading:
+            known = self._models.get(model.name)
+            if known is not None:
+                known.check_same(model)
+                return
+            folder = self.path / model.project / "models" / model.name
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(folder)
+            lock.acquire()
+            try:
+                trained = TrainedModel(model.name, model.project, model.base_model, model.lora, folder, lock)
+                trained.check_run_file()
+                base = await self._base(model)
+                await trained.attach(base, seed=self.seed)
+            except BaseException:
+                lock.release()
+                raise
+            self._models[model.name] = trained
+            self.captures.register_collector(model.name, trained.collector)
+            if self.verbose:
+                state = f"resumes at step {trained.step}" if trained.step else "starts at step 0"
+                print(f"artnb: {model.name} {state}; folder {folder}", flush=True)
+
+    async def _base(self, model: TrainableModel) -> ServedBase:
+        key = str(model.base_model)
+        if key not in self._bases:
+            for other in self._bases.values():
+                if other.policy.device.type != "cpu":
+                    raise ModelError(
+                        f"this backend already holds {other.name} on {other.policy.device}; "
+                        f"close it, or use a second backend, before loading {key}"
+                    )
+            base = await asyncio.to_thread(load_base, key, self, model.lora)
+            self._bases[key] = base
+            if self.verbose:
+                print(f"artnb: {base.describe()}", flush=True)
+        return self._bases[key]
+
+    def _trained(self, model: TrainableModel) -> TrainedModel:
+        trained = self._models.get(model.name)
+        if trained is None or trained.base is None:
+            state = "closed" if self._closed else "not registered here"
+            raise ConfigError(f"{model.name} is {state}; call `await model.register(backend)` first")
+        return trained
+
+    # Training ------------------------------------------------------------------------------------
+
+    async def train(
+        self,
+        model: TrainableModel,
+        trajectory_groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        **options: Any,
+    ) -> TrainResult:
+        """One GRPO step; see `Backend.train`. A batch without signal is a step, too: its result says why."""
+        if config is not None and options:
+            raise ConfigError(f"train: give either config=TrainConfig(...) or single options, not both: {list(options)}")
+        chosen = config or TrainConfig(**options)
+        if not isinstance(chosen, TrainConfig):
+            raise ConfigError(f"train: config must be an art.TrainConfig, not {type(chosen).__name__}")
+        groups = list(trajectory_groups)
+        for index, group in enumerate(groups):
+            if not isinstance(group, TrajectoryGroup):
+                raise ConfigError(
+                    f"train: trajectory_groups[{index}] is a {type(group).__name__}; it must be an art.TrajectoryGroup "
+                    "(await gather_trajectory_groups(...) first)"
+                )
+        return await run_step(self._trained(model), groups, chosen)
+
+    async def train_sft(
+        self, model: TrainableModel, trajectories: Iterable[Trajectory], config: TrainSFTConfig | None = None
+    ) -> TrainResult:
+        """One supervised step over all `trajectories`."""
+        return await run_sft_step(self._trained(model), list(trajectories), config or TrainSFTConfig())
+
+    async def get_step(self, model: TrainableModel) -> int:
+        return self._trained(model).step
+
+    async def delete_checkpoints(self, model: TrainableModel, keep: Sequence[int]) -> list[int]:
+        """Delete every checkpoint but `keep` and the newest; returns what was deleted."""
+        trained = self._trained(model)
+        gone = [s for s in trained.store.steps() if s not in keep and s != trained.step]
+        for step in gone:
+            await trained.served().engine.drop_adapter(AdapterRef(model.name, step))
+        trained.store.delete(gone)
+        return gone
+
+    async def log(
+        self, model: TrainableModel, groups: Iterable[Trajectory | TrajectoryGroup], split: str = "val"
+    ) -> None:
+        """The same as `model.log`."""
+        await model.log(groups, split)
+
+    # Serving -------------------------------------------------------------------------------------
+
+    def app(self, model: TrainableModel) -> ASGIApp:
+        return self._trained(model).served().app
+
+    def endpoint(self, model: TrainableModel) -> tuple[str, str]:
+        """(base URL, API key) over HTTP; starts the server on the first call."""
+        base = self._trained(model).served()
+        return base.start_server(self.host, self.port), base.api_key
+
+    def api_key(self, model: TrainableModel) -> str:
+        return self._trained(model).served().api_key
+
+    def history(self, model: TrainableModel) -> History:
+        trained = self._models.get(model.name)
+        if trained is not None:
+            return trained.history
+        return History(self.path / model.project / "models" / model.name)
+
+    def collector(self, model: TrainableModel) -> Collector:
+        return self._trained(model).collector
+
+    # Closing -------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End requests, stop the server, give memory and folders back. May be called again."""
+        self._closed = True
+        models, self._models = list(self._models.values()), {}
+        bases, self._bases = list(self._bases.values()), {}
+        for base in bases:
+            await base.close()
+        for trained in models:
+            self.captures.unregister_collector(trained.name)
+            trained.detach()
+        gc.collect()
+
+    async def __aenter__(self) -> LocalBackend:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"LocalBackend(path={json.dumps(str(self.path))}, models={sorted(self._models)})"

@@ -1,0 +1,108 @@
+"""One base model in this process: its weights, its engine, and the endpoint over it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from ..backend import ASGIApp
+from ..config import LoraConfig
+from ..engines.base import AdapterRef
+from ..engines.transformers import TransformersEngine
+from ..errors import AdapterNotFoundError
+from ..serving.app import Served, create_app
+from ..serving.chat import ChatFormat
+from ..serving.server import Server
+from ..training.policy import Policy, load_policy
+
+if TYPE_CHECKING:
+    from .backend import LocalBackend
+    from .step import TrainedModel
+
+
+class ServedBase:
+    """Weights, engine, app and (once asked for) server of one base. Resolves model names for the endpoint."""
+
+    def __init__(self, name: str, policy: Policy, engine: TransformersEngine, backend: LocalBackend) -> None:
+        self.name = name
+        self.policy = policy
+        self.engine = engine
+        self.chat = ChatFormat(policy.tokenizer)
+        self.api_key = secrets.token_urlsafe(24)
+        self.app: ASGIApp = create_app(engine, self.chat, self, api_key=self.api_key, captures=backend.captures)
+        self.models: dict[str, TrainedModel] = {}
+        self.training = asyncio.Lock()
+        self._served_checkpoints = backend.served_checkpoints
+        self._older: OrderedDict[AdapterRef, None] = OrderedDict()
+        self._server: Server | None = None
+
+    def describe(self) -> str:
+        why = self.policy.why
+        return f"{self.engine.description}, context {self.engine.context_length} tokens ({why})"
+
+    # Names the endpoint knows ----------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        names = [self.name]
+        for model in self.models.values():
+            names.append(model.name)
+            names.extend(f"{model.name}@{step}" for step in model.store.steps())
+        return names
+
+    async def resolve(self, model: str) -> Served:
+        """NAME → newest adapter, NAME@N → checkpoint N, loaded when first asked for; the base's name → no adapter."""
+        if model == self.name:
+            return Served(adapter=None, canonical=self.name)
+        name, at, digits = model.rpartition("@")
+        trained = self.models.get(name if at else model)
+        if trained is None or (at and not digits.isdigit()):
+            raise AdapterNotFoundError(f"no model {model!r} here; served: {', '.join(self.names()[:20])}")
+        ref = AdapterRef(trained.name, int(digits) if at else trained.step)
+        if ref.step != trained.step:
+            await self._load_older(trained, ref)
+        return Served(adapter=ref, canonical=str(ref))
+
+    async def _load_older(self, trained: TrainedModel, ref: AdapterRef) -> None:
+        if ref not in self._older:
+            if ref.step not in trained.store.steps():
+                raise AdapterNotFoundError(f"{trained.name} has no checkpoint {ref.step}; it has {trained.store.steps()}")
+            await self.engine.load_adapter(ref, trained.store.path(ref.step))
+        self._older[ref] = None
+        self._older.move_to_end(ref)
+        while len(self._older) > self._served_checkpoints:
+            oldest, _ = self._older.popitem(last=False)
+            await self.engine.drop_adapter(oldest)
+
+    # HTTP ------------------------------------------------------------------------------------------
+
+    def start_server(self, host: str, port: int) -> str:
+        """Base URL (ending in /v1) of the endpoint over HTTP; starts it on the first call."""
+        if self._server is None:
+            server = Server(self.app, host=host, port=port)
+            server.start()
+            self._server = server
+        return f"{self._server.url}/v1"
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+            self._server = None
+        await self.engine.close()
+
+
+def load_base(name: str, backend: LocalBackend, lora: LoraConfig) -> ServedBase:
+    """Load weights and start the engine. Blocks: runs in a worker thread."""
+    policy = load_policy(
+        name, lora=lora, device=backend.device, dtype=backend.dtype, context_length=backend.context_length
+    )
+    engine = TransformersEngine(
+        policy,
+        eos_token_ids=policy.eos_token_ids,
+        context_length=policy.context_length,
+        kv_tokens=backend.kv_tokens,
+        max_running=backend.max_running,
+        seed=backend.seed,
+    )
+    return ServedBase(name, policy, engine, backend)

@@ -1,0 +1,281 @@
+"""One model on a LocalBackend, and its step: rows → trainer → history → checkpoint → engine, in that order.
+
+The history is written before the checkpoint, and the checkpoint's rename is what makes a step exist: a kill at
+any instant leaves the last complete step, and on resume the history of later ones is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from .. import __version__
+from ..backend import TrainResult
+from ..capture import Collector
+from ..config import LoraConfig, TrainConfig, TrainSFTConfig
+from ..engines.base import AdapterRef
+from ..errors import CheckpointError, ConfigError
+from ..notebook.progress import Progress
+from ..tracking.history import History
+from ..tracking.summary import summarize
+from ..training.checkpoints import CheckpointStore
+from ..training.rows import explain, rows_from_groups
+from ..training.sft import sft_rows
+from ..training.trainer import Trainer
+from ..training.types import RowBatch
+from ..trajectory import Trajectory, TrajectoryGroup
+from .lockfile import FolderLock
+
+if TYPE_CHECKING:
+    from ..model import TrainableModel
+    from .served import ServedBase
+
+T = TypeVar("T")
+OPTIMIZER_FILE = "optimizer.pt"
+
+
+class StepInterrupted(BaseException):
+    """Raised between two packs to end a step whose caller was cancelled; never leaves this module."""
+
+
+class TrainedModel:
+    """A registered model: its folder, its trainer, and the step it is at."""
+
+    def __init__(
+        self, name: str, project: str, base_model: str, lora: LoraConfig, folder: Path, lock: FolderLock
+    ) -> None:
+        self.name = name
+        self.project = project
+        self.base_model = base_model
+        self.lora = lora
+        self.folder = folder
+        self.lock = lock
+        self.store = CheckpointStore(folder)
+        self.history = History(folder)
+        self.collector = Collector()
+        self.step = 0
+        self.base: ServedBase | None = None
+        self.trainer: Trainer | None = None
+        self._turn = threading.Lock()
+
+    # Coming and going ----------------------------------------------------------------------------
+
+    def check_run_file(self) -> None:
+        """Write run.json, or make sure that the folder's own says the same base and LoRA."""
+        path = self.folder / "run.json"
+        mine = {"project": self.project, "name": self.name, "base_model": self.base_model, "lora": self._lora()}
+        if path.exists():
+            try:
+                known = json.loads(path.read_text())
+            except ValueError as error:
+                raise CheckpointError(f"{path} is not JSON ({error}); the folder is not artnb's or is damaged") from error
+            for key in ("base_model", "lora"):
+                if known.get(key) != mine[key]:
+                    raise ConfigError(
+                        f"{self.folder} was made with {key}={known.get(key)!r}, now it is {mine[key]!r}; "
+                        "use another name=, or delete the folder to start anew"
+                    )
+            return
+        made = {**mine, "created": datetime.now(UTC).isoformat(), "artnb_version": __version__}
+        fresh = path.with_suffix(f".tmp-{os.getpid()}")
+        fresh.write_text(json.dumps(made, indent=2))
+        fresh.replace(path)
+
+    def check_same(self, model: TrainableModel) -> None:
+        """A second handle with the same name is the same model, or an error."""
+        if (model.base_model, model.project, model.lora) != (self.base_model, self.project, self.lora):
+            raise ConfigError(
+                f"{self.name} is registered here with base_model={self.base_model!r}, project={self.project!r}, "
+                f"{self.lora}; the new handle differs. Use another name= or backend.close() first"
+            )
+
+    def _lora(self) -> dict[str, Any]:
+        return json.loads(json.dumps(self.lora.__dict__))  # type: ignore[no-any-return]
+
+    async def attach(self, base: ServedBase, *, seed: int) -> None:
+        """Resume at the newest complete checkpoint, or make checkpoint 0; then serve it."""
+        path = await asyncio.to_thread(self._resume, base, seed)
+        await base.engine.load_adapter(AdapterRef(self.name, self.step), path)
+        self.base = base
+        base.models[self.name] = self
+
+    def _resume(self, base: ServedBase, seed: int) -> Path:
+        self.store.clean()
+        adapter = "train-" + self.name.replace(".", "_dot_")
+        latest = self.store.latest()
+        if latest is None:
+            base.policy.add_adapter(adapter, self.lora)
+            self.trainer = Trainer(base.policy, adapter, seed=seed)
+            self.step = 0
+            self.history.truncate_after(0)
+            return self._save(0, {})
+        base.policy.load_adapter(adapter, self.store.path(latest), trainable=True)
+        self.trainer = Trainer(base.policy, adapter, seed=seed)
+        state = torch.load(self.store.path(latest) / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
+        self.trainer.load_state_dict(state)
+        self.step = latest
+        self.history.truncate_after(latest)
+        return self.store.path(latest)
+
+    def detach(self) -> None:
+        """Give the folder back."""
+        self.base = None
+        self.trainer = None
+        self.history.close()
+        self.lock.release()
+
+    def served(self) -> ServedBase:
+        if self.base is None:
+            raise ConfigError(f"{self.name} is closed; register it with a new backend")
+        return self.base
+
+    # The step ------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncGenerator[None]:
+        """One step at a time, whichever event loop asks: an asyncio.Lock belongs to one loop only."""
+        while not self._turn.acquire(blocking=False):
+            await asyncio.sleep(0.05)
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _save(self, step: int, metrics: dict[str, float]) -> Path:
+        trainer = self.trainer
+        assert trainer is not None
+
+        def write(folder: Path) -> None:
+            trainer.policy.save_adapter(trainer.adapter, folder)
+            torch.save(trainer.state_dict(), folder / OPTIMIZER_FILE)
+
+        return self.store.save(step, write, {"metrics": metrics, "model": self.name, "base_model": self.base_model})
+
+    def undo(self) -> None:
+        """Put the trainer back to the newest checkpoint, after a step that was trained but could not be kept."""
+        trainer, path = self.trainer, self.store.path(self.step)
+        assert trainer is not None
+        trainer.policy.load_adapter(trainer.adapter, path, trainable=True)
+        trainer.load_state_dict(torch.load(path / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
+        self.history.truncate_after(self.step)
+
+    async def commit(self, result: TrainResult, groups: list[TrajectoryGroup], split: str) -> TrainResult:
+        """Keep the step: history, then checkpoint, then serve the new adapter and let the old one go."""
+        base = self.served()
+        logged = {**summarize(groups), **result.metrics}
+        try:
+            await asyncio.to_thread(self.history.log_trajectories, result.step, split, groups)
+            await asyncio.to_thread(self.history.log_metrics, result.step, split, logged)
+            result.checkpoint_path = await asyncio.to_thread(self._save, result.step, result.metrics)
+        except BaseException:
+            await asyncio.to_thread(self.undo)
+            raise
+        started = time.monotonic()
+        await base.engine.load_adapter(AdapterRef(self.name, result.step), result.checkpoint_path)
+        before, self.step = self.step, result.step
+        await base.engine.drop_adapter(AdapterRef(self.name, before))
+        result.metrics["seconds_swap"] = time.monotonic() - started
+        for group in groups:
+            group._logged.add((self.name, split))
+        return result
+
+
+async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config: TrainConfig) -> TrainResult:
+    """One GRPO step of `trained` on `groups`. Cancelling it leaves the model at its last complete step."""
+    base = trained.served()
+    async with trained.turn():
+        batch = rows_from_groups(groups, config, max_row_tokens=base.engine.context_length)
+        result = TrainResult(step=trained.step + 1, metrics=dict(batch.metrics), notes=list(batch.notes))
+        result.reasons = Counter(str(reason) for reason in batch.group_reasons.values())
+        if batch.rows:
+            trainer = trained.trainer
+            assert trainer is not None
+            step = trained.step
+            with Progress(total=None, desc=f"train step {step + 1}", unit="pack") as bar:
+                done = await _in_worker(
+                    lambda stop: trainer.step(batch, config, step=step, on_progress=_progress(bar, stop))
+                )
+            result.metrics.update(done.metrics)
+        else:
+            result.trained = False
+            result.notes.insert(0, explain(batch))
+            print(f"artnb: step {result.step}: {result.notes[0]}", flush=True)
+        return await trained.commit(result, groups, "train")
+
+
+async def run_sft_step(trained: TrainedModel, trajectories: list[Trajectory], config: TrainSFTConfig) -> TrainResult:
+    """One supervised step: `config.epochs` passes over `trajectories` in batches, then a checkpoint."""
+    base = trained.served()
+    if not trajectories:
+        raise ConfigError("train_sft: no trajectories were given")
+    async with trained.turn():
+        batch = sft_rows(trajectories, base.chat, max_row_tokens=base.engine.context_length)
+        result = TrainResult(step=trained.step + 1, metrics=dict(batch.metrics), notes=list(batch.notes))
+        result.reasons = Counter({str(reason): n for reason, n in batch.trajectory_reasons.items()})
+        size = 2 if config.batch_size == "auto" else config.batch_size
+        batches = [RowBatch(rows=batch.rows[i : i + size]) for i in range(0, len(batch.rows), size)] * config.epochs
+        rates = config.learning_rate if isinstance(config.learning_rate, list) else [config.learning_rate] * len(batches)
+        if len(rates) != len(batches):
+            raise ConfigError(f"train_sft: {len(rates)} learning rates for {len(batches)} batches")
+        trainer = trained.trainer
+        assert trainer is not None
+
+        def train(stop: threading.Event) -> dict[str, float]:
+            metrics: dict[str, float] = {}
+            with Progress(total=len(batches), desc=f"sft step {result.step}", unit="batch") as bar:
+                for part, rate in zip(batches, rates, strict=True):
+                    metrics = trainer.sft_step(part, rate, config, on_progress=_progress(None, stop)).metrics
+                    bar.update(1, loss=metrics.get("loss", 0.0))
+            return metrics
+
+        if batches:
+            try:
+                result.metrics.update(await _in_worker(train))
+            except BaseException:
+                await asyncio.to_thread(trained.undo)
+                raise
+        else:
+            result.trained = False
+            result.notes.insert(0, explain(batch))
+            print(f"artnb: step {result.step}: {result.notes[0]}", flush=True)
+        return await trained.commit(result, [TrajectoryGroup([t]) for t in trajectories], "sft")
+
+
+def _progress(bar: Progress | None, stop: threading.Event) -> Callable[..., None]:
+    def on_progress(done: int = 1, **shown: float) -> None:
+        if stop.is_set():
+            raise StepInterrupted
+        if bar is not None:
+            bar.update(done, **shown)
+
+    return on_progress
+
+
+async def _in_worker(work: Callable[[threading.Event], T]) -> T:
+    """Run `work(stop)` in a thread. When the caller is cancelled, set `stop`, wait for its end, then pass it on."""
+    stop = threading.Event()
+    task = asyncio.ensure_future(asyncio.to_thread(work, stop))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        stop.set()
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                continue  # a second interrupt does not leave a half-made step behind
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, StepInterrupted):
+            raise error from None
+        raise
+

@@ -1,0 +1,31 @@
+"""Means over the trajectories of a step, as they stand in the history."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ..trajectory import TrajectoryGroup
+
+
+def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """`reward` (mean over scored trajectories), its spread inside groups, and the mean of every metric."""
+    scored = [[t.reward for t in g if t.reward is not None and math.isfinite(t.reward)] for g in groups]
+    rewards = [r for rewards in scored for r in rewards]
+    values: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for trajectory in group:
+            for name, value in trajectory.metrics.items():
+                values[name].append(float(value))
+    summary = {name: statistics.fmean(v) for name, v in values.items()}
+    if rewards:
+        summary["reward"] = statistics.fmean(rewards)
+    spreads = [statistics.pstdev(r) for r in scored if len(r) > 1]
+    if spreads:
+        summary["reward_std_in_groups"] = statistics.fmean(spreads)
+    if groups:
+        summary["trajectories"] = float(sum(len(g) for g in groups))
+        summary["exceptions"] = float(sum(len(g.exceptions) for g in groups))
+    return summary
