@@ -1,0 +1,58 @@
+"""How much memory a device has left, and how much was used: for plans before a step and for sentences after one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device; a container's limit counts."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + kept)
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
+    return min(int(psutil.virtual_memory().available), _cgroup_headroom())
+
+
+def _cgroup_headroom() -> int:
+    """What cgroup v2 leaves this container; sys.maxsize without a limit."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return sys.maxsize  # no cgroup v2 here: the host's own figure stands
+    return sys.maxsize if limit == "max" else max(0, int(limit) - used)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start a new peak where the device keeps one."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes held: since `reset_peak` on CUDA, now on MPS, since the process began on CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # POSIX only
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts in bytes, Linux in KiB
+
+
+def describe(device: torch.device) -> str:
+    """One phrase for error messages: 'cuda: peak 13.2 GiB, 0.4 GiB free'."""
+    gib = 1024.0**3
+    return f"{device.type}: peak {peak_bytes(device) / gib:.1f} GiB, {available_bytes(device) / gib:.1f} GiB free"

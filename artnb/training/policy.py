@@ -1,0 +1,226 @@
+"""The policy: one frozen base model with LoRA adapters by name, and the log-probs of packs under them.
+
+Engine and trainer share these weights; whoever computes holds `lock`. Does not sample and does not
+know about losses or optimizers.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..attention import flat_inputs
+from ..config import LoraConfig, check_choice
+from ..errors import ModelError
+from .adapters import Adapters
+from .base_model import BaseModel, load_base
+from .logprobs import gather_logprobs, output_head
+from .memory import available_bytes
+from .pack import build_packs
+from .tree_attention import TreeAttend
+from .types import Pack, Row
+
+CPU_ACTIVATION_BYTES = 1 << 30
+"""On CPU a step keeps at most this much of activations (or half of what is free): the machine is also the user's."""
+
+
+class Policy:
+    """A base model with adapters. Made by `load_policy`.
+
+    `gradient_checkpointing`: True recomputes every layer's activations in the backward pass, False none;
+    "auto" recomputes as many layers as the free memory asks for. `chunk`: positions whose logits exist at a time.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        lora: LoraConfig,
+        *,
+        gradient_checkpointing: bool | Literal["auto"] = "auto",
+        chunk: int = 256,
+    ) -> None:
+        if not isinstance(gradient_checkpointing, bool):
+            check_choice("Policy", "gradient_checkpointing", gradient_checkpointing, ("auto",))
+        self.name = base.name
+        self.tokenizer: Any = base.tokenizer
+        self.device = base.device
+        self.dtype = base.dtype
+        self.context_length = base.context_length
+        self.eos_token_ids = base.eos_token_ids
+        self.gradient_checkpointing = gradient_checkpointing
+        self.chunk = chunk
+        self.base: PreTrainedModel = base.model  # the causal language model, PEFT's layers inside
+        self._adapters = Adapters(base, lora)
+        self._text_config = base.model.config.get_text_config()
+        self._decoder: torch.nn.Module = base.model.get_decoder()
+        self._head = output_head(base.model, self._text_config)
+        self._layers = [m for m in self._decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self._check()
+
+    @property
+    def model(self) -> PeftModel:
+        """The PEFT-wrapped model."""
+        return self._adapters.model
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by whoever computes with the weights or changes them."""
+        return self._adapters.lock
+
+    def adapters(self) -> list[str]:
+        """Names of the adapters that are loaded."""
+        return self._adapters.names()
+
+    def add_adapter(self, name: str, lora: LoraConfig | None = None) -> None:
+        """Add an adapter that changes nothing yet. Raises: ModelError when the name is taken."""
+        self._adapters.add(name, lora)
+
+    def load_adapter(self, name: str, path: Path | str) -> None:
+        """Load a PEFT adapter folder, in place of what has that name. Raises: CheckpointError."""
+        self._adapters.load(name, Path(path))
+
+    def save_adapter(self, name: str, path: Path | str) -> None:
+        """Write the adapter as a PEFT adapter folder. Raises: ModelError for an unknown name."""
+        self._adapters.save(name, Path(path))
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. Unknown names are ignored."""
+        self._adapters.drop(name)
+
+    def adapter_key(self, name: str) -> str:
+        """PEFT's own name of an adapter, e.g. for its `adapter_names` argument."""
+        return self._adapters.key(name)
+
+    def adapter_parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
+        """The adapter's fp32 weights by their name in the model, in a fixed order."""
+        return self._adapters.parameters(name)
+
+    def using(self, name: str | None, *, train: bool = False) -> AbstractContextManager[None]:
+        """Forward passes in the block use this adapter (None: the base alone). Holds `lock`. See `Adapters.use`."""
+        return self._adapters.use(name, train=train)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Forward passes in the block use the base alone. Holds `lock`."""
+        return self._adapters.use(None)
+
+    def token_logprobs(
+        self,
+        pack: Pack,
+        *,
+        adapter: str | None,
+        entropy: bool = False,
+        grad: bool = False,
+        attend: TreeAttend | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs of the pack's sampled tokens at their temperatures, and the entropy there: [R, T] fp32, in nats.
+
+        0 outside `mask_RT`. `adapter=None` is the base. With `grad`, both carry gradients to the adapter's
+        weights, whose `requires_grad` is on until the block that called `using(adapter, train=True)` ends.
+        Pass the same `attend` for every pass over a pack: it holds the masks.
+        """
+        attend = attend or TreeAttend(pack.segments, self.device)
+        ids_S = torch.from_numpy(pack.token_ids_S).to(self.device)
+        place_S = torch.from_numpy(pack.position_ids_S).to(self.device)
+        with self.using(adapter, train=grad), torch.set_grad_enabled(grad), self._checkpointed(len(ids_S), grad):
+            output = self._decoder(**flat_inputs(ids_S, place_S, attend))
+            return gather_logprobs(
+                self._head, output.last_hidden_state[0], pack, entropy=entropy, chunk=max(1, self.chunk)
+            )
+
+    def recomputed_layers(self, tokens: int) -> int:
+        """How many layers' activations a pass with gradients over so many tokens computes again, not keeps."""
+        if self.gradient_checkpointing != "auto":
+            return len(self._layers) if self.gradient_checkpointing else 0
+        free = available_bytes(self.device)
+        budget = min(CPU_ACTIVATION_BYTES, free // 2) if self.device.type == "cpu" else free * 6 // 10
+        layer = max(1, tokens * self._layer_bytes())
+        inputs = tokens * self._text_config.hidden_size * self.dtype.itemsize * len(self._layers)
+        kept = max(0, budget - inputs - layer) // layer  # one layer's activations exist while it is recomputed
+        return max(0, len(self._layers) - int(kept))
+
+    def _layer_bytes(self) -> int:
+        """Bytes that one layer keeps per token for its backward pass: an estimate from what its operations save."""
+        config, item = self._text_config, self.dtype.itemsize
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        queries = heads * head_dim
+        kv = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+        inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
+        kept = (6 * config.hidden_size + 3 * queries + 2 * kv + 4 * inner) * item
+        if item < 4:  # each LoRA layer keeps its input once more, in fp32
+            kept += 4 * (5 * config.hidden_size + queries + inner)
+        return int(kept)
+
+    @contextmanager
+    def _checkpointed(self, tokens: int, grad: bool) -> Iterator[None]:
+        """Set transformers' own per-layer switch for the first layers, for this pass only.
+
+        The switch works in training mode; only the layer's own flag is set, so no dropout wakes up below it.
+        """
+        chosen = self._layers[: self.recomputed_layers(tokens)] if grad else []
+        recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        for layer in chosen:
+            layer.gradient_checkpointing, layer.training = True, True
+            layer._gradient_checkpointing_func = recompute
+        try:
+            yield
+        finally:
+            for layer in chosen:
+                layer.gradient_checkpointing, layer.training = False, False
+
+    def _check(self) -> None:
+        """Compare a small tree with the model's ordinary forward pass.
+
+        Raises: ModelError when they differ, i.e. for an architecture whose attention or output layer is unlike.
+        """
+        vocabulary = self._text_config.vocab_size
+        rng = np.random.default_rng(0)
+        ids_RS = rng.integers(0, vocabulary, (2, 8))
+        ids_RS[1, :4], ids_RS[1, 4] = ids_RS[0, :4], (ids_RS[0, 4] + 1) % vocabulary
+        sampled_S = np.arange(8) > 0
+        ones_S = np.ones(8, np.float32)
+        (pack,) = build_packs([Row(ids_S, sampled_S, ones_S, ones_S) for ids_S in ids_RS], 16)
+        flat_RT, _ = self.token_logprobs(pack, adapter=None)
+        with self.without_adapter(), torch.no_grad():
+            ids = torch.from_numpy(ids_RS).to(self.device)
+            logits_RSV = self.base(input_ids=ids, use_cache=False).logits.float()
+        plain_RT = logits_RSV.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+        error = float((flat_RT - plain_RT).abs().max())
+        if not error <= (1e-3 if self.dtype == torch.float32 else 0.5):
+            kind = type(self.base).__name__
+            raise ModelError(
+                f"{self.name}: {kind} cannot train in packs: log-probs of a small tree differ from its ordinary "
+                f"forward pass by {error:.2g}. Models with ordinary softmax attention (Llama, Qwen, Gemma 3, …) can"
+            )
+
+
+def load_policy(
+    base_model: str | Path,
+    *,
+    lora: LoraConfig,
+    device: str = "auto",
+    dtype: str = "auto",
+    context_length: int | None = None,
+    gradient_checkpointing: bool | Literal["auto"] = "auto",
+) -> Policy:
+    """Load a base model from a folder or the hub and make it ready for adapters shaped like `lora`.
+
+        policy = load_policy("Qwen/Qwen3-0.6B", lora=LoraConfig(r=16))
+        policy.add_adapter("my-agent")
+
+    Raises: ModelError when there is no such model or it cannot train in packs; ConfigError for an option
+    that cannot be honoured here.
+    """
+    base = load_base(base_model, device=device, dtype=dtype, context_length=context_length)
+    return Policy(base, lora, gradient_checkpointing=gradient_checkpointing)
