@@ -1,0 +1,264 @@
+"""Attention of one forward pass over a flat batch of sequences whose keys and values lie in a KVPool.
+
+Rows that decode one token are computed together: a range of the pool that several rows read (a shared
+prefix) is multiplied once with all their queries, the rest is gathered into one padded batch, and one softmax
+runs over both. Query heads that share a key head are folded into the row axis, so keys are never repeated. Rows
+with several new tokens (prefill) run one by one. No sequences, no tokens: ranges of places only.
+
+Axes: K key heads, G query heads of each, B rows that decode, C score columns, D head width, S flat tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .kv_pool import KVPool, Range
+
+SHARED_TOKENS = 16
+"""A shorter range is gathered even if it is shared: two matrix products cost more than a few copied keys."""
+LONE_TOKENS = 96
+"""On CPU a range of one row is read in place from this length on; copying it costs more than two small products."""
+FOLD_TOKENS = 64
+"""Prefill of up to this many tokens folds the query heads instead of repeating the keys for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttendRow:
+    """`new` flat tokens whose keys go to the last `new` places of `ranges`, which hold the whole sequence."""
+
+    ranges: tuple[Range, ...]
+    new: int
+
+    def places(self) -> list[int]:
+        """Where the new tokens' keys and values go."""
+        skip = sum(end - start for start, end in self.ranges) - self.new
+        return list(itertools.islice(itertools.chain.from_iterable(itertools.starmap(range, self.ranges)), skip, None))
+
+
+class _Span(NamedTuple):
+    """Places [start, end) read in place by decode rows [first, last), scores at columns from `column`."""
+
+    first: int
+    last: int
+    start: int
+    end: int
+    column: int
+
+
+class _Decode(NamedTuple):
+    columns: int
+    gathered: int  # the first columns are the gathered places
+    places_N: torch.Tensor  # [B * gathered]
+    bias_BC: torch.Tensor  # 0 where a row may look, -inf elsewhere
+    spans: list[_Span]
+
+
+class FlatAttend:
+    """An `artnb.attention.Attend`. The first rows decode (new == 1); like prefixes should stand side by side."""
+
+    def __init__(self, pool: KVPool, rows: Sequence[AttendRow], device: torch.device) -> None:
+        self._pool = pool
+        self._device = device
+        self._decoding = list(itertools.takewhile(lambda row: row.new == 1, rows))
+        self._prefilling = list(rows[len(self._decoding) :])
+        self._places_S = torch.tensor([p for row in rows for p in row.places()], device=device)
+        self._longest = max(sum(end - start for start, end in row.ranges) for row in rows)
+        self._decode_plans: dict[int | None, _Decode] = {}
+        self._masks: dict[tuple[int, int | None, int], torch.Tensor] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        query_HSD: torch.Tensor,
+        key_KSD: torch.Tensor,
+        value_KSD: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        self._pool.write(layer, self._places_S, key_KSD, value_KSD)
+        keys_KND, values_KND = self._pool.read(layer)
+        window = sliding_window if sliding_window is not None and sliding_window < self._longest else None
+        out: list[torch.Tensor] = []
+        at = len(self._decoding)
+        if at:
+            out.append(self._decode(query_HSD[:, :at], keys_KND, values_KND, scaling, window))
+        for index, row in enumerate(self._prefilling):
+            query = query_HSD[:, at : at + row.new]
+            out.append(self._prefill(index, row, query, keys_KND, values_KND, scaling, window))
+            at += row.new
+        return torch.cat(out) if len(out) > 1 else out[0]
+
+    # Decode ----------------------------------------------------------------------------------------
+
+    def _decode(
+        self,
+        query_HBD: torch.Tensor,
+        keys_KND: torch.Tensor,
+        values_KND: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        plan = self._decode_plans.get(window)
+        if plan is None:
+            plan = self._decode_plans[window] = self._plan(window)
+        heads, rows, _ = query_HBD.shape
+        kv, _, width = keys_KND.shape
+        out_width = values_KND.shape[2]
+        group = heads // kv
+        query_KBGD = (query_HBD * scale).view(kv, group, rows, width).transpose(1, 2).contiguous()
+        scores_KBGC = torch.empty(kv, rows, group, plan.columns, dtype=torch.float32, device=self._device)
+        if plan.gathered:
+            near_KBMD = keys_KND.index_select(1, plan.places_N).view(kv * rows, plan.gathered, width)
+            scores = _product(query_KBGD.view(kv * rows, group, width), near_KBMD.transpose(1, 2))
+            scores_KBGC[..., : plan.gathered] = scores.view(kv, rows, group, plan.gathered)
+        for span in plan.spans:
+            part = query_KBGD[:, span.first : span.last].reshape(kv, -1, width)
+            scores = _product(part, keys_KND[:, span.start : span.end].transpose(1, 2))
+            columns = slice(span.column, span.column + span.end - span.start)
+            scores_KBGC[:, span.first : span.last, :, columns] = scores.view(kv, span.last - span.first, group, -1)
+        scores_KBGC += plan.bias_BC[None, :, None, :]
+        weights_KBGC = torch.softmax(scores_KBGC, dim=-1).to(values_KND.dtype)
+        if plan.gathered:
+            near_KBMD = values_KND.index_select(1, plan.places_N).view(kv * rows, plan.gathered, out_width)
+            near_weights = weights_KBGC[..., : plan.gathered].reshape(kv * rows, group, plan.gathered)
+            out_KBGD = torch.bmm(near_weights, near_KBMD).view(kv, rows, group, out_width)
+        else:
+            out_KBGD = values_KND.new_zeros(kv, rows, group, out_width)
+        for span in plan.spans:
+            columns = slice(span.column, span.column + span.end - span.start)
+            part = weights_KBGC[:, span.first : span.last, :, columns].reshape(kv, -1, span.end - span.start)
+            product = torch.bmm(part, values_KND[:, span.start : span.end])
+            out_KBGD[:, span.first : span.last] += product.view(kv, span.last - span.first, group, out_width)
+        return out_KBGD.permute(1, 0, 2, 3).reshape(rows, heads, out_width)
+
+    def _plan(self, window: int | None) -> _Decode:
+        """Which ranges are read in place and which places are gathered, for rows that see `window` tokens back."""
+        rows = [_last(row.ranges, window) for row in self._decoding]
+        spans: list[_Span] = []
+        spanned = [0] * len(rows)  # columns of each row that spans hold
+        rest: list[list[Range]] = [[] for _ in rows]
+        lone = LONE_TOKENS if self._device.type == "cpu" else None
+        for depth in range(max(map(len, rows))):
+            first = 0
+            while first < len(rows):
+                last = first + 1
+                if depth < len(rows[first]):
+                    head = rows[first][: depth + 1]
+                    while last < len(rows) and rows[last][: depth + 1] == head:
+                        last += 1
+                    start, end = head[-1]
+                    if end - start >= SHARED_TOKENS and (
+                        last - first > 1 or (lone is not None and end - start >= lone)
+                    ):
+                        spans.append(_Span(first, last, start, end, spanned[first]))
+                        for row in range(first, last):
+                            spanned[row] += end - start
+                    else:
+                        for row in range(first, last):
+                            rest[row].append((start, end))
+                first = last
+        near = [sum(end - start for start, end in ranges) for ranges in rest]
+        gathered = max(near)
+        columns = gathered + max(spanned)
+        places = torch.empty(len(rows), gathered, dtype=torch.long)
+        for row, ranges in enumerate(rest):
+            places[row] = rows[row][-1][1] - 1  # padding reads the row's own newest place: never another's NaN
+            at = 0
+            for start, end in ranges:
+                torch.arange(start, end, out=places[row, at : at + end - start])
+                at += end - start
+        column_C = torch.arange(columns)
+        near_B1, spanned_B1 = torch.tensor(near)[:, None], torch.tensor(spanned)[:, None]
+        seen = (column_C < near_B1) | ((column_C >= gathered) & (column_C < gathered + spanned_B1))
+        bias_BC = torch.zeros(len(rows), columns).masked_fill_(~seen, float("-inf"))
+        spans = [span._replace(column=span.column + gathered) for span in spans]
+        return _Decode(columns, gathered, places.view(-1).to(self._device), bias_BC.to(self._device), spans)
+
+    # Prefill ---------------------------------------------------------------------------------------
+
+    def _prefill(
+        self,
+        index: int,
+        row: AttendRow,
+        query_HSD: torch.Tensor,
+        keys_KND: torch.Tensor,
+        values_KND: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        ranges = _last(row.ranges, None if window is None else window + row.new - 1)
+        key_KLD = _joined(keys_KND, ranges)
+        value_KLD = _joined(values_KND, ranges)
+        heads, new, width = query_HSD.shape
+        kv, length, _ = key_KLD.shape
+        group = heads // kv
+        causal = length == new and (window is None or window >= length)
+        if new <= FOLD_TOKENS:
+            mask = self._mask(index, window, new, length, group, query_HSD.dtype)
+            folded = query_HSD.reshape(1, kv, group * new, width)
+            out = F.scaled_dot_product_attention(folded, key_KLD[None], value_KLD[None], attn_mask=mask, scale=scale)
+            return out.view(heads, new, -1).transpose(0, 1)
+        mask = None if causal else self._mask(index, window, new, length, 1, query_HSD.dtype)
+        if group > 1:
+            key_KLD, value_KLD = key_KLD.repeat_interleave(group, 0), value_KLD.repeat_interleave(group, 0)
+        out = F.scaled_dot_product_attention(
+            query_HSD[None], key_KLD[None], value_KLD[None], attn_mask=mask, is_causal=causal, scale=scale
+        )
+        return out[0].transpose(0, 1)
+
+    def _mask(
+        self, index: int, window: int | None, new: int, length: int, tiles: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[tiles * new, length]: 0 where query i (the i-th of the last `new` tokens) sees key j, -inf elsewhere."""
+        mask = self._masks.get((index, window, tiles))
+        if mask is None:
+            query = torch.arange(length - new, length, device=self._device)[:, None]
+            key = torch.arange(length, device=self._device)[None]
+            hidden = key > query
+            if window is not None:
+                hidden |= key <= query - window
+            mask = torch.zeros(new, length, dtype=dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+            mask = self._masks[index, window, tiles] = mask.repeat(tiles, 1)
+        return mask
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Batched matrix product with a float32 result: scores lose too much in half precision."""
+    if a.dtype == torch.float32:
+        return torch.bmm(a, b)
+    if a.device.type == "cuda":
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
+
+
+def _last(ranges: tuple[Range, ...], count: int | None) -> tuple[Range, ...]:
+    """The ranges of the last `count` tokens."""
+    if count is None:
+        return ranges
+    skip = sum(end - start for start, end in ranges) - count
+    kept: list[Range] = []
+    for start, end in ranges:
+        cut = max(0, min(skip, end - start))
+        skip -= end - start
+        if start + cut < end:
+            kept.append((start + cut, end))
+    return tuple(kept)
+
+
+def _joined(tensor_KND: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+    """The places of `ranges`, one after the other; a view if there is but one range (or they touch)."""
+    touching = [list(ranges[0])]
+    for start, end in ranges[1:]:
+        if start == touching[-1][1]:
+            touching[-1][1] = end
+        else:
+            touching.append([start, end])
+    parts = [tensor_KND[:, start:end] for start, end in touching]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
