@@ -198,7 +198,7 @@ def finish_metrics(sums: Sums) -> dict[str, float]:
     ratio, ratio_max         policy / old
     clip_low, clip_high, clip   share of tokens (rows at sequence level) whose gradient the clip stops
     mismatch_ratio, mismatch_log_ratio_max, mismatch_row_log_ratio_max, mismatch_k1, mismatch_k3
-                             trainer / sampler, raw: before any truncation or masking; the k's estimate KL(sampler || trainer)
+                             trainer / sampler, raw, before any correction; k1 and k3 estimate KL(sampler || trainer)
     corrected                share of tokens whose correction was truncated or masked
 
     Values without a single token are left out, never NaN.

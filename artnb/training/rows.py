@@ -19,19 +19,23 @@ from openai.types.chat.chat_completion import Choice
 
 from ..config import TrainConfig
 from ..trajectory import MessagesAndChoices, StopReason, Trajectory, TrajectoryGroup
+from .explain import HOW_TO_SAMPLE, cut_short, explain
 from .types import Row, RowBatch, SkipReason
 
-HOW_TO_SAMPLE = (
-    "sample through model.openai_client(), whose choices carry token ids and log-probs, and keep the Choice itself in "
-    "messages_and_choices"
-)
+__all__ = ["Skip", "explain", "is_truncated", "rows_from_groups", "rows_from_trajectory", "sampled_tokens"]
 
 
 class Skip(NamedTuple):
-    """Why a trajectory makes no rows: the reason, and a sentence that does not name the trajectory."""
+    """Why a trajectory makes no rows: the reason, and a sentence."""
 
     reason: SkipReason
     note: str
+    choice: int | None = None  # which choice is at fault, counted over all histories
+
+    def at(self, *, group: int | None = None, trajectory: int) -> str:
+        """The sentence with its place: 'group 3, trajectory 1, choice 2: no log-probs; …'."""
+        place = f"trajectory {trajectory}" if group is None else f"group {group}, trajectory {trajectory}"
+        return f"{place}: {self.note}" if self.choice is None else f"{place}, choice {self.choice}: {self.note}"
 
 
 class Sampled(NamedTuple):
@@ -103,7 +107,7 @@ def rows_from_trajectory(
                 continue
             tokens = sampled_tokens(item)
             if isinstance(tokens, str):
-                return Skip(SkipReason.NO_LOGPROBS, f"choice {seen}: {tokens}")
+                return Skip(SkipReason.NO_LOGPROBS, tokens, choice=seen)
             seen += 1
             if not tokens.token_ids:  # cut before its first token: nothing to train, and the next prompt has the rest
                 continue
@@ -175,8 +179,7 @@ def rows_from_groups(groups: Sequence[TrajectoryGroup], config: TrainConfig, *, 
             if config.mask_truncated_completions and not isinstance(made, Skip) and made[0].truncated:
                 made = Skip(SkipReason.TRUNCATED, "cut short, and mask_truncated_completions is on")
             if isinstance(made, Skip):
-                _leave_out(batch, made.reason, f"group {g}, trajectory {index}: {made.note}")
-                group.left_out[made.reason] += 1
+                group.leave_out(batch, made.reason, made.at(group=g, trajectory=index))
                 continue
             advantage = reward - baseline
             for row in made:
@@ -184,46 +187,13 @@ def rows_from_groups(groups: Sequence[TrajectoryGroup], config: TrainConfig, *, 
             batch.rows += made
             trained[g] += 1
         if not trained[g]:
-            reason = group.left_out.most_common(1)[0][0]
-            batch.group_reasons[g] = reason
-            batch.notes.append(f"group {g}: none of {len(group.rewards)} scored trajectories is left: {reason.value}")
+            batch.group_reasons[g] = group.main_reason()
+            batch.notes.append(f"group {g}: no trajectory to train: {group.in_words()}")
     batch.metrics = _metrics(groups, found, batch, trained)
+    batch.notes += cut_short(batch)
     return batch
 
 
-def explain(batch: RowBatch) -> str:
-    """What was trained and what was not, in a sentence, and where nothing was, what to change.
-
-    >>> explain(rows_from_groups(groups, TrainConfig(), max_row_tokens=None))  # doctest: +SKIP
-    'Nothing was trained: 2 groups: 2 had all rewards equal (e.g. group 0: all 8 rewards equal 0). Every rollout …'
-    """
-    total = int(batch.metrics.get("groups", len(batch.group_reasons)))
-    if total == 0:
-        return "Nothing was trained: no groups were given."
-    parts = []
-    for reason, count in Counter(batch.group_reasons.values()).most_common():
-        example = _example(batch, next(g for g, r in batch.group_reasons.items() if r is reason))
-        parts.append(f"{count} {_IN_WORDS[reason]}{f' (e.g. {example})' if example else ''}")
-    if batch.rows:
-        left_out = sum(batch.trajectory_reasons.values())
-        sentence = f"{total - len(batch.group_reasons)} of {_count(total, 'group')} trained"
-        sentence += f"; {', '.join(parts)}" if parts else ""
-        return f"{sentence}. {_count(left_out, 'trajectory', 'trajectories')} left out." if left_out else f"{sentence}."
-    return " ".join([f"Nothing was trained: {_count(total, 'group')}: {', '.join(parts)}.", *_hints(batch)])
-
-
-_IN_WORDS = {
-    SkipReason.EMPTY: "held no trajectory",
-    SkipReason.ALL_EQUAL: "had all rewards equal",
-    SkipReason.ONE_SCORED: "had only one scored trajectory",
-    SkipReason.UNSCORED: "were unscored",
-    SkipReason.NONFINITE_REWARD: "had rewards that are NaN or infinite",
-    SkipReason.NO_CHOICES: "had no sampled choices",
-    SkipReason.NO_LOGPROBS: "had no log-probs",
-    SkipReason.TOO_LONG: "had only rows that are too long",
-    SkipReason.TRUNCATED: "had only truncated trajectories",
-    SkipReason.FAILED: "had only failed rollouts",
-}
 _FAILED_STOPS = (StopReason.FAILED, StopReason.TIMEOUT, StopReason.CANCELLED)
 
 
@@ -234,18 +204,28 @@ class _Found:
     rewards: dict[int, float] = field(default_factory=dict)
     made: dict[int, list[Row] | Skip] = field(default_factory=dict)
     left_out: Counter[SkipReason] = field(default_factory=Counter)
+    first_note: dict[SkipReason, str] = field(default_factory=dict)
+
+    def leave_out(self, batch: RowBatch, reason: SkipReason, note: str) -> None:
+        self.left_out[reason] += 1
+        self.first_note.setdefault(reason, note)
+        batch.trajectory_reasons[reason] += 1
+        batch.notes.append(note)
+
+    def main_reason(self) -> SkipReason:
+        """The most frequent one; EMPTY where nothing was left out because there was nothing."""
+        return self.left_out.most_common(1)[0][0] if self.left_out else SkipReason.EMPTY
+
+    def in_words(self) -> str:
+        counts = ", ".join(f"{count} {reason.value}" for reason, count in self.left_out.most_common())
+        return f"{counts}; the first: {self.first_note[self.main_reason()]}"
 
 
 def _look_at_group(g: int, group: TrajectoryGroup, batch: RowBatch, max_row_tokens: int | None) -> _Found:
     """Sort out what cannot be compared; set `batch.group_reasons[g]` when what is left has no signal."""
     found = _Found()
-
-    def leave_out(reason: SkipReason, note: str) -> None:
-        found.left_out[reason] += 1
-        _leave_out(batch, reason, note)
-
     for error in group.exceptions:
-        leave_out(SkipReason.FAILED, f"group {g}: a rollout failed with {error.type}: {error.message}")
+        found.leave_out(batch, SkipReason.FAILED, f"group {g}: a rollout failed with {error.type}: {error.message}")
     for index, trajectory in enumerate(group.trajectories):
         skip = _not_scored(trajectory)
         if skip is None:
@@ -258,14 +238,13 @@ def _look_at_group(g: int, group: TrajectoryGroup, batch: RowBatch, max_row_toke
                 found.made[index] = made
                 continue
             skip = made
-        leave_out(skip.reason, f"group {g}, trajectory {index}: {skip.note}")
+        found.leave_out(batch, skip.reason, skip.at(group=g, trajectory=index))
 
     rewards = list(found.rewards.values())
     others = f" ({sum(found.left_out.values())} left out)" if found.left_out else ""
     if not rewards:
-        reason = found.left_out.most_common(1)[0][0] if found.left_out else SkipReason.EMPTY
-        counts = ", ".join(f"{count} {reason.value}" for reason, count in found.left_out.most_common())
-        note = f"no trajectory to train: {counts}" if counts else "it holds no trajectory"
+        reason = found.main_reason()
+        note = f"no trajectory to train: {found.in_words()}" if found.left_out else "it holds no trajectory"
     elif len(rewards) == 1:
         reason = SkipReason.ONE_SCORED
         note = f"only one scored trajectory, reward {rewards[0]:g}: nothing to compare it with{others}"
@@ -276,7 +255,8 @@ def _look_at_group(g: int, group: TrajectoryGroup, batch: RowBatch, max_row_toke
         return found
     batch.group_reasons[g] = reason
     batch.notes.append(f"group {g}: {note}")
-    batch.trajectory_reasons[reason] += len(rewards)
+    if rewards:
+        batch.trajectory_reasons[reason] += len(rewards)
     return found
 
 
@@ -294,11 +274,6 @@ def _not_scored(trajectory: Trajectory) -> Skip | None:
     if not math.isfinite(float(reward)):
         return Skip(SkipReason.NONFINITE_REWARD, f"reward is {float(reward)}")
     return None
-
-
-def _leave_out(batch: RowBatch, reason: SkipReason, note: str) -> None:
-    batch.trajectory_reasons[reason] += 1
-    batch.notes.append(note)
 
 
 def _std(rewards: Sequence[float]) -> float:
@@ -346,46 +321,3 @@ def _metrics(
 
 def _context_assistants(history: MessagesAndChoices) -> int:
     return sum(not isinstance(item, Choice) and item.get("role") == "assistant" for item in history)
-
-
-def _example(batch: RowBatch, group: int) -> str:
-    """The first sentence about a group as a whole, else about one of its trajectories."""
-    for prefix in (f"group {group}: ", f"group {group}, "):
-        for note in batch.notes:
-            if note.startswith(prefix) and "a rollout failed" not in note:
-                return note
-    return ""
-
-
-def _hints(batch: RowBatch) -> list[str]:
-    """What to change when nothing was trained."""
-    hints = []
-    metrics, reasons = batch.metrics, set(batch.group_reasons.values())
-    cut = metrics.get("completions_truncated", 0.0)
-    if cut > 0.5 and reasons & {SkipReason.ALL_EQUAL, SkipReason.TRUNCATED}:
-        hints.append(f"{cut:.0%} of the answers were cut by length: raise max_tokens in the rollout's request.")
-    if SkipReason.ALL_EQUAL in reasons:
-        low, high = metrics["reward_min"], metrics["reward_max"]
-        if low == high:
-            hints.append(
-                f"Every reward is {low:g}, so either no rollout succeeds or every one does: choose tasks that the model "
-                "solves sometimes (about one try in three is a good start), or give partial credit."
-            )
-        else:
-            hints.append(
-                f"Rewards differ between groups ({low:g} to {high:g}) but not inside one: sample at temperature 1, use "
-                "more rollouts per group, or give partial credit, so that tries at the same task differ."
-            )
-    if SkipReason.NO_LOGPROBS in reasons or SkipReason.NO_CHOICES in reasons:
-        hints.append(f"To fix it, {HOW_TO_SAMPLE}.")
-    if SkipReason.ONE_SCORED in reasons:
-        hints.append("A group needs at least two scored rollouts of the same task.")
-    if SkipReason.UNSCORED in reasons:
-        hints.append("Set trajectory.reward in the rollout, or score the groups before training.")
-    if SkipReason.FAILED in reasons:
-        hints.append("The tracebacks are in group.exceptions and trajectory.error.")
-    return hints
-
-
-def _count(n: int, one: str, many: str | None = None) -> str:
-    return f"{n} {one if n == 1 else many or one + 's'}"
