@@ -52,7 +52,7 @@ def metrics_long_frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def trajectory_frame(rows: Iterable[TrajectoryRow]) -> pd.DataFrame:
-    """One row per trajectory; metric and metadata columns hold what the trajectory has, else NaN or None."""
+    """One row per trajectory, its messages as they were; a metric or metadata it has not is NaN or None."""
     import pandas as pd
 
     base = "step split group trajectory reward stop_reason turns completion_tokens first_text last_text messages"
@@ -84,10 +84,15 @@ def trajectory_frame(rows: Iterable[TrajectoryRow]) -> pd.DataFrame:
         row.update({f"meta/{name}": value for name, value in fields["metadata"].items()})
         if head is not None:
             row.update({f"group_meta/{name}": value for name, value in head["metadata"].items()})
-        out.append(row)
+        out.append({_shown(name): _shown(value) for name, value in row.items()})
     if not out:
         return pd.DataFrame(columns=[*base.split(), "error", "logs"])
     return pd.DataFrame(out).sort_values(["step", "split", "group", "trajectory"], ignore_index=True)
+
+
+def _shown(value: Any) -> Any:
+    """A text that a frame can hold: pandas' text columns are UTF-8, which has no form for half of an emoji."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def _message(item: Mapping[str, Any]) -> dict[str, Any]:
