@@ -73,7 +73,7 @@ QWEN3 = """\
         {%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
         {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
         {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-    {%- else %}
+    {%- elif message.role != 'system' %}
         {{- raise_exception('Unexpected role ' + message.role) }}
     {%- endif %}
 {%- endfor %}

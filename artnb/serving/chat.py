@@ -14,7 +14,7 @@ from ..errors import ConfigError, RenderError, RequestError
 from .detokenize import ChatTokenizer, Detokenizer, StopChecker, TokenBytes
 from .messages import check_tools, normalize_messages, tools_as_text, wrap_malformed
 from .parsers import HERMES_PARSERS, ResponseFormat, choose_family, family_format, own_format
-from .stream_parse import Delta, ParsedMessage, StreamParser, ToolCall, ToolCallDelta, accumulate
+from .stream_parse import Delta, ParsedMessage, StreamParser, ToolCall, ToolCallDelta, accumulate, prepare
 
 __all__ = [
     "ChatFormat", "Delta", "ParsedMessage", "StopChecker", "StreamParser", "ToolCall", "ToolCallDelta", "accumulate",
@@ -82,7 +82,10 @@ class ChatFormat:
         thinks = "<think>" in shown or "<think>" in self._added_tokens()
         self._no_tools_reason = ""
         self.format, self._tools_format = self._formats(shown, header, thinks, parser)
-        if self._tools_format is None:
+        prepare(self.format)
+        if self._tools_format is not None:
+            prepare(self._tools_format)
+        else:
             log.warning("%s Requests without tools work.", self._no_tools_reason)
 
     @property

@@ -115,6 +115,12 @@ def _is_text(name: str, spec: dict[str, Any]) -> bool:
     return (name == "content" or name in REASONING_FIELDS) and spec.get("content", "text") == "text"
 
 
+def prepare(form: ResponseFormat) -> None:
+    """Import the parser and compile the patterns, so that no request waits for it."""
+    if form.template is not None:
+        _load(json.dumps(form.template))
+
+
 @functools.lru_cache(maxsize=32)
 def _load(template: str) -> Any:
     from transformers.utils.chat_parsing.response_templates import load_response_template
