@@ -67,6 +67,7 @@ def _chunk(
     unit_E: torch.Tensor,
     target_E: torch.Tensor,
     entropy: bool,
+    entropy_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits_CV = head(hidden_CD)
     if not bool((temperature_C == 1.0).all()):
@@ -75,12 +76,14 @@ def _chunk(
     logp_E = logits_CV[unit_E, target_E] - total_C[unit_E]
     if not entropy:
         return logp_E, torch.zeros_like(total_C)
-    share_CV = (logits_CV - total_C.unsqueeze(1)).exp()
-    return logp_E, total_C - (share_CV * logits_CV).sum(-1)
+    # Last, because the recomputation of a checkpoint ends with the last tensor that the backward pass needs.
+    with torch.set_grad_enabled(entropy_grad):
+        share_CV = (logits_CV - total_C.unsqueeze(1)).exp()
+        return logp_E, total_C - (share_CV * logits_CV).sum(-1)
 
 
 def gather_logprobs(
-    head: Head, hidden_SD: torch.Tensor, pack: Pack, *, entropy: bool, chunk: int
+    head: Head, hidden_SD: torch.Tensor, pack: Pack, *, entropy: bool, entropy_grad: bool, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log softmax(logits / T) at the sampled tokens, [R, T] in fp32 and 0 outside the mask; and the entropy.
 
@@ -101,9 +104,11 @@ def gather_logprobs(
         low, high = np.searchsorted(wanted.unit_E, [start, start + chunk]).tolist()
         args = (head, hidden_CD, temperature_U[start : start + chunk], unit_E[low:high] - start, target_E[low:high])
         if torch.is_grad_enabled():
-            logp_E, entropy_C = checkpoint(_chunk, *args, entropy, use_reentrant=False, preserve_rng_state=False)
+            logp_E, entropy_C = checkpoint(
+                _chunk, *args, entropy, entropy_grad, use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            logp_E, entropy_C = _chunk(*args, entropy)
+            logp_E, entropy_C = _chunk(*args, entropy, False)
         logps.append(logp_E)
         entropies.append(entropy_C)
     entry_RT = torch.from_numpy(wanted.entry_RT).to(device)

@@ -121,13 +121,14 @@ class Policy:
         adapter: str | None,
         entropy: bool = False,
         grad: bool = False,
+        entropy_grad: bool = True,
         attend: TreeAttend | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs of the pack's sampled tokens at their temperatures, and the entropy there: [R, T] fp32, in nats.
 
-        0 outside `mask_RT`. `adapter=None` is the base. With `grad`, both carry gradients to the adapter's
-        weights, whose `requires_grad` is on until the block that called `using(adapter, train=True)` ends.
-        Pass the same `attend` for every pass over a pack: it holds the masks.
+        0 outside `mask_RT`. `adapter=None` is the base. With `grad`, both (the entropy only with
+        `entropy_grad`) carry gradients to the adapter's weights; call it, and backward, inside
+        `using(adapter, train=True)`. Pass the same `attend` for every pass over a pack: it holds the masks.
         """
         attend = attend or TreeAttend(pack.segments, self.device)
         ids_S = torch.from_numpy(pack.token_ids_S).to(self.device)
@@ -135,19 +136,39 @@ class Policy:
         with self.using(adapter, train=grad), torch.set_grad_enabled(grad), self._checkpointed(len(ids_S), grad):
             output = self._decoder(**flat_inputs(ids_S, place_S, attend))
             return gather_logprobs(
-                self._head, output.last_hidden_state[0], pack, entropy=entropy, chunk=max(1, self.chunk)
+                self._head,
+                output.last_hidden_state[0],
+                pack,
+                entropy=entropy,
+                entropy_grad=grad and entropy_grad,
+                chunk=max(1, self.chunk),
             )
 
     def recomputed_layers(self, tokens: int) -> int:
         """How many layers' activations a pass with gradients over so many tokens computes again, not keeps."""
         if self.gradient_checkpointing != "auto":
             return len(self._layers) if self.gradient_checkpointing else 0
-        free = available_bytes(self.device)
-        budget = min(CPU_ACTIVATION_BYTES, free // 2) if self.device.type == "cpu" else free * 6 // 10
         layer = max(1, tokens * self._layer_bytes())
-        inputs = tokens * self._text_config.hidden_size * self.dtype.itemsize * len(self._layers)
-        kept = max(0, budget - inputs - layer) // layer  # one layer's activations exist while it is recomputed
-        return max(0, len(self._layers) - int(kept))
+        inputs = tokens * self._input_bytes()
+        # One layer's activations exist while it is recomputed.
+        kept = max(0, self._activation_budget() - inputs - layer) // layer
+        return max(0, len(self._layers) - kept)
+
+    def pack_tokens(self) -> int:
+        """Distinct tokens for one pass with gradients: what fits in the free memory with every layer recomputed.
+
+        A power of two, so that a little more or less free memory does not change the packs from run to run.
+        """
+        fits = self._activation_budget() // max(1, self._input_bytes() + self._layer_bytes())
+        return 1 << (min(max(fits, 1024), 32768).bit_length() - 1)
+
+    def _activation_budget(self) -> int:
+        free = available_bytes(self.device)
+        return min(CPU_ACTIVATION_BYTES, free // 2) if self.device.type == "cpu" else free * 6 // 10
+
+    def _input_bytes(self) -> int:
+        """Bytes of the inputs of all layers, per token."""
+        return int(self._text_config.hidden_size) * self.dtype.itemsize * len(self._layers)
 
     def _layer_bytes(self) -> int:
         """Bytes that one layer keeps per token for its backward pass: an estimate from what its operations save."""
@@ -157,10 +178,10 @@ class Policy:
         queries = heads * head_dim
         kv = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
         inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
-        kept = (6 * config.hidden_size + 3 * queries + 2 * kv + 4 * inner) * item
+        kept: int = (6 * config.hidden_size + 3 * queries + 2 * kv + 4 * inner) * item
         if item < 4:  # each LoRA layer keeps its input once more, in fp32
             kept += 4 * (5 * config.hidden_size + queries + inner)
-        return int(kept)
+        return kept
 
     @contextmanager
     def _checkpointed(self, tokens: int, grad: bool) -> Iterator[None]:
