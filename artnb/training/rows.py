@@ -22,7 +22,10 @@ from ..trajectory import MessagesAndChoices, StopReason, Trajectory, TrajectoryG
 from .explain import HOW_TO_SAMPLE, cut_short, explain
 from .types import Row, RowBatch, SkipReason
 
-__all__ = ["Skip", "explain", "is_truncated", "rows_from_groups", "rows_from_trajectory", "sampled_tokens"]
+__all__ = [
+    "OpenRow", "Sampled", "Skip", "explain", "has_failed", "is_truncated", "rows_from_groups", "rows_from_trajectory",
+    "sampled_tokens",
+]  # fmt: skip
 
 
 class Skip(NamedTuple):
@@ -156,6 +159,15 @@ def is_truncated(trajectory: Trajectory) -> bool:
     return any(choice.finish_reason == "length" for choice in trajectory.choices())
 
 
+def has_failed(trajectory: Trajectory) -> Skip | None:
+    """Why a rollout's trajectory is no complete one, or None. Its reward may still be the default 0."""
+    if trajectory.error is not None:
+        return Skip(SkipReason.FAILED, f"failed with {trajectory.error.type}: {trajectory.error.message}")
+    if trajectory.stop_reason in _FAILED_STOPS:
+        return Skip(SkipReason.FAILED, f"ended by {trajectory.stop_reason.value}")
+    return None
+
+
 def rows_from_groups(groups: Sequence[TrajectoryGroup], config: TrainConfig, *, max_row_tokens: int | None) -> RowBatch:
     """The rows of one step with their advantages, and why the rest is not in them.
 
@@ -262,10 +274,8 @@ def _look_at_group(g: int, group: TrajectoryGroup, batch: RowBatch, max_row_toke
 
 def _not_scored(trajectory: Trajectory) -> Skip | None:
     """Why a trajectory's reward cannot be compared, or None when it can."""
-    if trajectory.error is not None:
-        return Skip(SkipReason.FAILED, f"failed with {trajectory.error.type}: {trajectory.error.message}")
-    if trajectory.stop_reason in _FAILED_STOPS:
-        return Skip(SkipReason.FAILED, f"ended by {trajectory.stop_reason.value}")
+    if (failure := has_failed(trajectory)) is not None:
+        return failure
     reward: object = trajectory.reward  # assignments are not validated, so it may be anything
     if reward is None:
         return Skip(SkipReason.UNSCORED, "reward is None")
