@@ -201,9 +201,10 @@ async def run_groups(
 async def _run_group(
     source: GroupSource, supervisor: Supervisor, meter: Meter, after_each: AfterEach | None, place: int
 ) -> Sequence[TrajectoryGroup]:
-    given = source.group if isinstance(source, PendingGroup) else source
-    if isinstance(given, TrajectoryGroup):
-        group = finished_group(given)
+    if isinstance(source, PendingGroup) and source.group is not None:  # a cell that is run again
+        source = source.group
+    if isinstance(source, TrajectoryGroup):
+        group = finished_group(source)
         meter.given(group)
     elif isinstance(source, PendingGroup):
         supervisor.started(source)

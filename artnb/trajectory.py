@@ -22,8 +22,30 @@ MetadataValue: TypeAlias = float | int | str | bool | None
 Message: TypeAlias = Annotated[ChatCompletionMessageParam, SkipValidation]
 Messages: TypeAlias = list[Message]
 MessageOrChoice: TypeAlias = Message | Choice
-MessagesAndChoices: TypeAlias = list[MessageOrChoice]
-Tools: TypeAlias = list[Annotated[ChatCompletionToolParam, SkipValidation]]
+
+
+def _read_item(item: Any) -> Any:
+    """A choice that was saved is a dict again. A message has a role; a choice has a message instead."""
+    if not isinstance(item, dict) or "message" not in item or "role" in item:
+        return item
+    try:
+        return Choice.model_validate(item)
+    except pydantic.ValidationError:
+        return Choice.construct(**item)  # as the client made it: a server's own finish reasons are kept
+
+
+def _plain(item: Any, info: pydantic.SerializationInfo) -> Any:
+    """Messages and tools are saved as they are, also those that OpenAI's types do not know (content that is a dict)."""
+    return item.model_dump(mode=info.mode) if isinstance(item, pydantic.BaseModel) else item
+
+
+_SavedItem: TypeAlias = Annotated[
+    MessageOrChoice, pydantic.BeforeValidator(_read_item), pydantic.PlainSerializer(_plain, return_type=Any)
+]
+MessagesAndChoices: TypeAlias = list[_SavedItem]
+Tools: TypeAlias = list[
+    Annotated[ChatCompletionToolParam, SkipValidation, pydantic.PlainSerializer(_plain, return_type=Any)]
+]
 ModelT = TypeVar("ModelT", bound="Trajectory")
 
 
@@ -234,7 +256,9 @@ class TrajectoryGroup(pydantic.BaseModel):
 
     def __repr__(self) -> str:
         rewards = [t.reward for t in self.trajectories]
-        shown = ", ".join("None" if r is None else f"{r:.3g}" for r in rewards[:8]) + (", …" if len(rewards) > 8 else "")
+        shown = ", ".join("None" if r is None else f"{r:.3g}" for r in rewards[:8]) + (
+            ", …" if len(rewards) > 8 else ""
+        )
         failed = f", {len(self.exceptions)} failed" if self.exceptions else ""
         return f"TrajectoryGroup({len(rewards)} trajectories, rewards [{shown}]{failed})"
 

@@ -607,6 +607,56 @@ async def test_a_nested_group_inside_a_rollout_runs_on_its_own() -> None:
     assert rewards(groups) == [[3, 3]]
 
 
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_happens_nothing_is_left_running(seed: int) -> None:
+    """Random failures, hangs, slow cleanups, nested groups, limits, and a cancellation at a random instant."""
+    chance = random.Random(seed)
+    running = 0
+
+    async def anything() -> Trajectory:
+        nonlocal running
+        running += 1
+        try:
+            await asyncio.sleep(chance.uniform(0, 0.01))
+            kind = chance.random()
+            if kind < 0.1:
+                raise ValueError("random")
+            if kind < 0.2:
+                await hang()
+            return Trajectory(reward=kind)
+        finally:
+            if chance.random() < 0.5:
+                await asyncio.sleep(chance.uniform(0, 0.005))
+            running -= 1
+
+    async def nested() -> TrajectoryGroup:
+        group = await TrajectoryGroup(anything() for _ in range(chance.randint(1, 5)))
+        await asyncio.sleep(chance.uniform(0, 0.01))
+        return group
+
+    gather = asyncio.get_running_loop().create_task(
+        gather_trajectory_groups(
+            [
+                nested() if chance.random() < 0.4 else TrajectoryGroup(anything() for _ in range(chance.randint(0, 6)))
+                for _ in range(12)
+            ],
+            max_exceptions=chance.choice([0, 3, 0.2, float("inf")]),
+            max_concurrency=chance.choice([None, 1, 4, 16]),
+            timeout=chance.choice([0.02, 0.05]),
+            **QUIET,
+        )
+    )
+    if seed % 2:
+        asyncio.get_running_loop().call_later(chance.uniform(0, 0.1), gather.cancel)
+    try:
+        groups = await gather
+        assert len(groups) == 12
+    except (TooManyExceptionsError, asyncio.CancelledError):
+        pass
+    assert running == 0
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith("artnb")] == []
+
+
 async def test_no_groups() -> None:
     assert await gather_trajectory_groups([], **QUIET) == []
 

@@ -68,6 +68,33 @@ def test_json_round_trip_keeps_choices_and_their_extra_fields() -> None:
     assert after.model_dump_json() == before.model_dump_json()
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "tool_call_id": "c", "content": None},
+        {"role": "tool", "tool_call_id": "c", "content": {"a": [1, "🎲"]}},
+        {"role": "tool", "content": [1, {"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": "x", "reasoning_content": "y", "tool_calls": [TOOL_CALL]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{malformed"}}]},
+        {"content": "no role"},
+        {"role": "weird", "message": "x", "content": 3},
+    ],
+)
+def test_odd_messages_and_tools_are_saved_as_they_are(message: Any) -> None:
+    before = Trajectory(messages_and_choices=[message], tools=[{"type": "x", "odd": 1}])  # type: ignore[list-item]
+    after = Trajectory.model_validate_json(before.model_dump_json())
+    assert after.messages_and_choices == [message] and after.tools == before.tools
+    assert before.model_dump()["messages_and_choices"] == [message]
+
+
+def test_a_choice_with_a_finish_reason_of_the_servers_own_is_read_back() -> None:
+    odd = Choice.construct(**{**choice().model_dump(), "finish_reason": "abort"})
+    after = Trajectory.model_validate_json(Trajectory(messages_and_choices=[odd]).model_dump_json())
+    (read,) = after.choices()
+    assert read.finish_reason == "abort" and read.message.content == "hello"
+    assert read.model_extra == {"token_ids": [17, 4], "prompt_token_ids": [1, 2, 3]}
+
+
 def test_the_round_trip_of_a_group_and_pickling() -> None:
     group = TrajectoryGroup([full(), ValueError("x"), full()], metadata={"s": 1}, metrics={"m": 2}, logs=["l"])
     assert TrajectoryGroup.model_validate_json(group.model_dump_json()).model_dump() == group.model_dump()
