@@ -132,6 +132,14 @@ def is_full(error: BaseException) -> bool:
     return False
 
 
+def no_space(folder: Path) -> bool:
+    """Whether the file system is full now: torch.save on a full disk fails with an error that does not say so."""
+    try:
+        return shutil.disk_usage(folder).free < 65536
+    except OSError:
+        return False
+
+
 def megabytes(count: float) -> str:
     return f"{count / 1e6:,.1f} MB"
 

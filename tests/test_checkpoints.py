@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,7 +130,8 @@ def test_full_disk_says_what_where_how_much_and_what_is_intact(
     text = str(caught.value)
     assert "checkpoint 3 could not be written" in text
     assert str(store.root) in text
-    assert "2.0 MB were written" in text
+    assert "2.0 MB could be written, then" in text
+    assert "checkpoint 2 takes 0.0 MB" in text
     assert "MB free on" in text
     assert "checkpoint 2 is intact" in text
     assert names(store) == ["0001", "0002"]
@@ -151,6 +153,20 @@ def test_full_disk_inside_another_librarys_error_is_recognised(store: Checkpoint
         raise RuntimeError("I/O error: No space left on device (os error 28)")
 
     with pytest.raises(CheckpointError, match=r"no space left.*there is no earlier checkpoint"):
+        store.save(0, write, {})
+
+
+def test_full_disk_is_recognised_where_the_error_does_not_tell(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(folder: Path) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    with pytest.raises(CheckpointError, match="unexpected pos"):
+        store.save(0, write, {})
+    usage = shutil.disk_usage(store.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    with pytest.raises(CheckpointError, match="no space left"):
         store.save(0, write, {})
 
 

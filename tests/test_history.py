@@ -485,6 +485,7 @@ def test_truncate_after_drops_later_steps_only(history: History) -> None:
 def test_truncate_is_all_or_nothing(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(3):
         history.log_metrics(step, "train", {"reward": step})
+    history.log_metrics(1, "val", {"reward": 9.0})  # late: the file has to be rewritten
     before = history.metrics_file.read_bytes()
 
     def full(descriptor: int, data: Any) -> int:
@@ -494,6 +495,27 @@ def test_truncate_is_all_or_nothing(history: History, monkeypatch: pytest.Monkey
     with pytest.raises(CheckpointError, match="history up to step 1"):
         history.truncate_after(1)
     assert history.metrics_file.read_bytes() == before
+
+
+def test_truncating_the_end_needs_no_space(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(4):
+        history.log_metrics(step, "train", {"reward": step})
+
+    def full(descriptor: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    history.truncate_after(1)
+    assert list(history.metrics()["step"]) == [0, 1]
+
+
+def test_truncate_keeps_lines_that_are_not_records(history: History) -> None:
+    for step in (0, 2, 1):
+        history.log_metrics(step, "train", {"reward": step})
+    lines = history.metrics_file.read_bytes().splitlines(keepends=True)
+    history.metrics_file.write_bytes(lines[0] + lines[1] + b"damaged\n" + lines[2])
+    history.truncate_after(1)
+    assert history.metrics_file.read_bytes() == lines[0] + b"damaged\n" + lines[2]
 
 
 def test_resumed_history_equals_an_uninterrupted_one(tmp_path: Path) -> None:

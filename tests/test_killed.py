@@ -149,5 +149,5 @@ def test_twenty_kills(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     assert said["killed"] == 20
     assert said["latest"] == sorted(said["latest"])  # no completed step is ever lost
-    assert said["latest"][-1] > 3
+    assert said["latest"][-1] == said["latest"][-2] + 3  # the last life ran undisturbed
     assert said["names"] == [f"{step:04d}" for step in said["steps"]]  # nothing half-written is left after clean()

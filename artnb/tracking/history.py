@@ -8,6 +8,7 @@ memory: the files are the state. pandas is imported where a frame is asked for.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time as clock
@@ -16,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..durable import TEMPORARY, append_lines, free_space, is_full, read_lines, replace_file, this_process
+from ..durable import TEMPORARY, append_lines, free_space, is_full, read_lines, replace_file, sync_file, this_process
 from ..errors import CheckpointError, ConfigError
 from ..trajectory import Trajectory, TrajectoryGroup
 from .frames import metrics_frame, metrics_long_frame, trajectory_frame
@@ -103,12 +104,10 @@ class History:
         with self._mutex:
             try:
                 self._check_ours()
-                if self.metrics_file.exists() and any(r["step"] > step for r in self._metric_records()):
-                    kept = (to_line(r) for r in self._metric_records() if r["step"] <= step)
-                    replace_file(self.metrics_file, kept)
-                for at, _, path in self._files():
+                for at, _, path in self._files():  # first, so that on a full disk there is space for the rest
                     if at > step:
                         path.unlink()
+                self._cut_metrics(step)
                 for folder in (self.metrics_file.parent, self.trajectories_folder):
                     # The folder lock keeps other writers out, so these are a killed process's.
                     for left in folder.glob(f"{TEMPORARY}*"):
@@ -205,6 +204,25 @@ class History:
                 raise CheckpointError(_foreign(self.metrics_file))
         self._checked = True
 
+    def _cut_metrics(self, step: int) -> None:
+        """Drop the metrics of later steps: by cutting the file where they are its end, which needs no space, else by
+        replacing it. Lines that are not ours stay."""
+        cut, offset, only_end = -1, 0, True
+        for _, line in read_lines(self.metrics_file) if self.metrics_file.exists() else []:
+            if _is_later(line, step):
+                cut = offset if cut < 0 else cut
+            elif cut >= 0:
+                only_end = False
+            offset += len(line) + 1
+        if cut < 0:
+            return
+        if only_end:
+            os.truncate(self.metrics_file, cut)
+            sync_file(self.metrics_file)
+        else:
+            kept = (line + b"\n" for _, line in read_lines(self.metrics_file) if not _is_later(line, step))
+            replace_file(self.metrics_file, kept)
+
     def _records(self, path: Path) -> Iterator[dict[str, Any]]:
         for number, line in read_lines(path):
             record = from_line(line)
@@ -231,6 +249,11 @@ class History:
         if path not in self._warned:
             self._warned.add(path)
             log.warning("%s: %s", path, what)
+
+
+def _is_later(line: bytes, step: int) -> bool:
+    record = from_line(line)
+    return record is not None and record["kind"] == "metrics" and bool(record["step"] > step)
 
 
 def _group_lines(group: TrajectoryGroup, index: int) -> Iterator[bytes]:

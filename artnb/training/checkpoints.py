@@ -26,6 +26,7 @@ from ..durable import (
     is_full,
     mark_alive,
     megabytes,
+    no_space,
     remove_tree,
     replace_file,
     sync_file,
@@ -147,11 +148,12 @@ class CheckpointStore:
                 self._seal(temporary, step, state)
                 self._put(temporary, folder, step)
             except BaseException as error:
-                written = sum(p.stat().st_size for p in temporary.rglob("*") if p.is_file())
+                full = is_full(error) or no_space(self.root)
+                space = f"{megabytes(_size(temporary))} could be written, then {free_space(self.root)}" if full else ""
                 remove_tree(temporary)
                 if isinstance(error, CheckpointError) or not isinstance(error, Exception):
                     raise
-                raise CheckpointError(self._failure(step, error, written)) from error
+                raise CheckpointError(self._failure(step, error, space)) from error
             return folder
 
     def delete(self, steps: Iterable[int]) -> None:
@@ -289,13 +291,13 @@ class CheckpointStore:
             if match and not (self.root / match[2]).exists() and self._left_over(aside, match[3]):
                 aside.rename(self.root / match[2])
 
-    def _failure(self, step: int, error: Exception, written: int) -> str:
+    def _failure(self, step: int, error: Exception, space: str) -> str:
+        """The sentence of a failed save; `space` describes the disk if it was full."""
         steps = [s for s in self.steps() if s != step]
         intact = f"checkpoint {steps[-1]} is intact" if steps else "there is no earlier checkpoint"
-        if is_full(error):
-            what = (
-                f"no space left ({megabytes(written)} were written, {free_space(self.root)}); free space and try again"
-            )
+        if space:
+            known = f", checkpoint {steps[-1]} takes {megabytes(_size(self._folder_of(steps[-1])))}" if steps else ""
+            what = f"no space left ({space}{known}); free space and try again"
         else:
             what = f"{type(error).__name__}: {error}"
         return f"checkpoint {step} could not be written to {self.root}: {what}. Nothing of it was kept; {intact}"
@@ -347,6 +349,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise ValueError("it is not a JSON object")
     return manifest
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _encode(value: Any) -> Any:
