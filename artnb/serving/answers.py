@@ -88,6 +88,7 @@ class Answer:
         self._sent = 0  # tokens that went out in stream events
         self._taken = 0  # deltas that did
         self._began = False
+        self._json: str | None = None
 
     async def sample(self) -> AsyncGenerator[None]:
         """Run the request in the engine; yields after each chunk that came in. Closing it cancels.
@@ -158,7 +159,12 @@ class Answer:
         return extras
 
     def choice_json(self) -> str:
-        """The choice of a whole answer."""
+        """The choice of a whole answer; made once, for the client and for capture."""
+        if self._json is None:
+            self._json = self._make_choice_json()
+        return self._json
+
+    def _make_choice_json(self) -> str:
         parsed = self.message()
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content is not None:

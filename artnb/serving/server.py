@@ -19,6 +19,9 @@ from ..errors import ConfigError
 
 BACKLOG = 4096
 """Connections that may wait to be accepted; 2,000 rollouts open theirs at once."""
+KEEP_ALIVE_SECONDS = 60
+"""How long an idle connection stays open. Longer than clients keep theirs (5 s in httpx), so that no request
+meets a connection that the server is closing."""
 
 
 class Server:
@@ -65,6 +68,7 @@ class Server:
                 ws="none",
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=self._grace,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 server_header=False,
             )
             server = _Uvicorn(config)

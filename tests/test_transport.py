@@ -1,0 +1,156 @@
+"""OpenAI clients on an app in the same process: streaming, leaving early, loops, threads, both httpx libraries."""
+
+import asyncio
+import contextvars
+import threading
+
+import httpx
+import httpx2
+import openai
+import pytest
+from endpoint_for_tests import HELLO, KEY, Endpoint, rebuild, until
+
+from artnb.serving import transport
+from artnb.serving.transport import InProcessTransport, client_library, make_async_client, make_client
+
+NAME = contextvars.ContextVar("name", default="unset")
+
+
+async def echo_context(scope, receive, send):
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": NAME.get().encode()})
+
+
+def test_the_library_is_the_one_openai_is_built_on():
+    assert client_library() is httpx2
+    assert issubclass(openai.DefaultAsyncHttpxClient, client_library().AsyncClient)
+
+
+async def test_chunks_arrive_before_the_app_has_ended():
+    endpoint = Endpoint("abc", chunk_size=1)
+    stream = await endpoint.client.chat.completions.create(model="base", messages=HELLO, stream=True)
+    first = await anext(stream)
+    await endpoint.engine.sleep()
+    assert first.choices[0].delta.content == "a"
+    assert endpoint.engine.stats().generated_tokens < 4
+    await endpoint.engine.wake()
+    assert rebuild([first] + [c async for c in stream])[0].message.content == "abc"
+
+
+async def test_closing_the_response_cancels_in_the_engine():
+    endpoint = Endpoint("x" * 1000, chunk_size=1)
+    stream = await endpoint.client.chat.completions.create(model="base", messages=HELLO, stream=True)
+    await anext(stream)
+    await stream.close()
+    stats = endpoint.engine.stats()
+    assert (stats.running, stats.extra["cancelled"]) == (0, 1)
+    await stream.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asleep", [False, True])
+async def test_cancelling_the_caller_cancels_in_the_engine(stream, asleep):
+    endpoint = Endpoint("abc", delay=3600)
+    if asleep:
+        await endpoint.engine.sleep()
+    task = asyncio.create_task(
+        endpoint.client.chat.completions.create(model="base", messages=HELLO, stream=stream, n=2)
+    )
+    await until(lambda: len(endpoint.engine.requests) == 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    stats = endpoint.engine.stats()
+    assert (stats.running, stats.waiting, stats.extra["cancelled"]) == (0, 0, 2)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert not endpoint.records
+
+
+def test_one_client_under_successive_loops_and_from_threads():
+    endpoint = Endpoint("hi")
+    client = make_async_client(endpoint.app, KEY)
+
+    async def ask() -> str:
+        answer = await client.chat.completions.create(model="base", messages=HELLO)
+        return answer.choices[0].message.content
+
+    answers = [asyncio.run(ask()) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: answers.append(asyncio.run(ask()))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == ["hi"] * 6
+
+
+def test_the_synchronous_client_answers_and_streams_and_its_thread_ends():
+    endpoint = Endpoint("abc", chunk_size=1)
+    with make_client(endpoint.app, KEY) as client:
+        assert client.chat.completions.create(model="base", messages=HELLO).choices[0].message.content == "abc"
+        stream = client.chat.completions.create(model="base", messages=HELLO, stream=True)
+        assert rebuild(list(stream))[0].message.content == "abc"
+        early = client.chat.completions.create(model="base", messages=HELLO, stream=True)
+        next(early)
+        early.close()
+        assert endpoint.engine.stats().running == 0
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="nobody", messages=HELLO)
+    assert not [t for t in threading.enumerate() if t.name.startswith("artnb")]
+
+
+async def test_the_synchronous_client_works_inside_a_running_loop():
+    with make_client(Endpoint("abc").app, KEY) as client:
+        assert client.chat.completions.create(model="base", messages=HELLO).choices[0].message.content == "abc"
+
+
+@pytest.mark.parametrize("library", [httpx, httpx2])
+async def test_both_libraries_are_supported(library, monkeypatch):
+    monkeypatch.setattr(transport, "client_library", lambda: library)
+    endpoint = Endpoint("abc", chunk_size=1)
+    http = library.AsyncClient(transport=InProcessTransport(endpoint.app))
+    client = openai.AsyncOpenAI(api_key=KEY, base_url="http://artnb.local/v1", http_client=http)
+    answer = await client.chat.completions.create(model="base", messages=HELLO)
+    assert answer.choices[0].message.content == "abc"
+    stream = await client.chat.completions.create(model="base", messages=HELLO, stream=True)
+    assert rebuild([c async for c in stream])[0].message.content == "abc"
+
+
+async def test_the_app_runs_in_the_callers_context():
+    NAME.set("caller")
+    async with client_library().AsyncClient(transport=InProcessTransport(echo_context)) as client:
+        assert (await client.get("http://x/")).text == "caller"
+
+    def synchronous() -> str:
+        NAME.set("thread")
+        with client_library().Client(transport=transport.InProcessSyncTransport(echo_context)) as client:
+            return client.get("http://x/").text
+
+    assert await asyncio.to_thread(synchronous) == "thread"
+
+
+async def test_no_time_limit_unless_the_caller_asks_for_one():
+    endpoint = Endpoint("abc")
+    assert endpoint.client.timeout is None and endpoint.client.max_retries == 0
+    await endpoint.engine.sleep()
+    with pytest.raises(openai.APITimeoutError):
+        await endpoint.client.chat.completions.create(model="base", messages=HELLO, timeout=0.05)
+    assert endpoint.engine.stats().running == endpoint.engine.stats().waiting == 0
+
+
+async def test_what_the_app_raises_comes_out():
+    async def broken(scope, receive, send):
+        raise LookupError("before the response")
+
+    async def unfinished(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        raise LookupError("in the middle")
+
+    async def silent(scope, receive, send):
+        return None
+
+    for app, error in ((broken, LookupError), (unfinished, LookupError), (silent, RuntimeError)):
+        async with client_library().AsyncClient(transport=InProcessTransport(app)) as client:
+            with pytest.raises(error):
+                await client.get("http://x/")
