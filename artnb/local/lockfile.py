@@ -62,15 +62,15 @@ class FolderLock:
         with self._mutex:
             if self._mine is not None and self._mine.owner == this_process():
                 return self
-            self.folder.mkdir(parents=True, exist_ok=True)
-            key = self.folder.resolve()
-            known = self._held.get(key)
-            if known is not None and known.owner == this_process():  # else inherited by a fork, and the parent's
-                known.count += 1
-                self._mine = known
-                return self
             try:
-                self._mine = self._held[key] = _take(self.folder)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                key = self.folder.resolve()
+                known = self._held.get(key)
+                if known is not None and known.owner == this_process():  # else inherited by a fork, and the parent's
+                    known.count += 1
+                    self._mine = known
+                else:
+                    self._mine = self._held[key] = _take(self.folder)
             except OSError as error:
                 raise CheckpointError(f"{self.folder} cannot be locked: {error}") from error
         return self
