@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     from .gather import gather_trajectories, gather_trajectory_groups
     from .local.backend import LocalBackend
     from .model import Model, TrainableModel
-    from .retry import retry
-    from .trajectory import History, StopReason, Trajectory, TrajectoryGroup
+    from .retrying import retry
+    from .trajectories import History, StopReason, Trajectory, TrajectoryGroup
 
 # Public name → module. Each is imported when it is first used.
 _PUBLIC = {
     "ArtnbError": "errors",
     "Backend": "backend",
-    "History": "trajectory",
+    "History": "trajectories",
     "LocalBackend": "local.backend",
     "LoraConfig": "config",
     "Model": "model",
     "ScriptedEngine": "engines.scripted",
-    "StopReason": "trajectory",
+    "StopReason": "trajectories",
     "TrainConfig": "config",
     "TrainResult": "backend",
     "TrainSFTConfig": "config",
     "TrainableModel": "model",
-    "Trajectory": "trajectory",
-    "TrajectoryGroup": "trajectory",
+    "Trajectory": "trajectories",
+    "TrajectoryGroup": "trajectories",
     "auto_trajectory": "capture",
     "capture_auto_trajectory": "capture",
     "demo_model": "demo",
     "gather_trajectories": "gather",
     "gather_trajectory_groups": "gather",
-    "retry": "retry",
+    "retry": "retrying",
     "trajectory": "capture",
     "trajectory_group_batches": "batches",
 }

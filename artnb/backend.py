@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .config import TrainConfig, TrainSFTConfig
     from .model import TrainableModel
     from .tracking.history import History
-    from .trajectory import Trajectory, TrajectoryGroup
+    from .trajectories import Trajectory, TrajectoryGroup
 
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -65,8 +65,12 @@ class Backend(Protocol):
 
     async def get_step(self, model: TrainableModel) -> int: ...
 
-    async def delete_checkpoints(self, model: TrainableModel, keep: Sequence[int]) -> list[int]:
-        """Delete every checkpoint but `keep` and the newest; returns what was deleted."""
+    async def checkpoints(self, model: TrainableModel) -> list[int]:
+        """Steps whose complete checkpoints are kept, ascending."""
+        ...
+
+    async def delete_checkpoints(self, model: TrainableModel, steps: Sequence[int]) -> None:
+        """Delete checkpoints; never the newest."""
         ...
 
     async def close(self) -> None: ...

@@ -15,7 +15,7 @@ from .limits import Slots, check_max_exceptions
 from .notebook.meter import Meter
 from .notebook.progress import Progress
 from .supervise import ROUNDS, Supervisor, drain
-from .trajectory import TrajectoryGroup
+from .trajectories import TrajectoryGroup
 
 
 async def trajectory_group_batches(

@@ -25,7 +25,7 @@ from openai.types.chat.chat_completion import Choice
 from .capture_http import TRAJECTORY_HEADER, ProcessScopes
 from .collector import Collector
 from .errors import ConfigError, RolloutError, nearest
-from .trajectory import (
+from .trajectories import (
     ExceptionRecord,
     History,
     MessageOrChoice,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 
 from openai.types.chat.chat_completion import Choice
 
-from .trajectory import Trajectory, TrajectoryGroup
+from .trajectories import Trajectory, TrajectoryGroup
 
 
 def group_key(trajectory: Trajectory) -> str:

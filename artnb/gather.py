@@ -18,7 +18,7 @@ from .limits import Slots
 from .notebook.meter import Meter
 from .notebook.progress import Progress
 from .supervise import ROUNDS, Lease, Supervisor, close_unstarted, enclosing
-from .trajectory import ExceptionRecord, MetadataValue, StopReason, Trajectory, TrajectoryGroup
+from .trajectories import ExceptionRecord, MetadataValue, StopReason, Trajectory, TrajectoryGroup
 
 GroupSource: TypeAlias = Awaitable[TrajectoryGroup] | TrajectoryGroup
 Kept: TypeAlias = TrajectoryGroup | Sequence[TrajectoryGroup] | None

@@ -18,7 +18,8 @@ from .errors import ConfigError, nearest
 from .notebook.loop import run_sync, spawn
 from .tracking.history import History
 from .tracking.summary import summarize
-from .trajectory import Messages, Trajectory, TrajectoryGroup
+from .training.checkpoints import check_name, model_folder, steps_to_delete
+from .trajectories import Messages, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,8 +76,8 @@ class Model:
     ) -> None:
         for option in unknown:
             raise ConfigError(f"{type(self).__name__} has no option {option!r}{nearest(option, self._options())}")
-        for label, value in (("name", name), ("project", project)):
-            check_folder_name(f"{type(self).__name__}.{label}", value)
+        check_model_name(name)
+        check_name(project, "project")
         self.name = name
         self.project = project
         self.run_name = run_name or name
@@ -97,7 +98,7 @@ class Model:
     @property
     def folder(self) -> Path:
         """Where the model's history and checkpoints are: `<base path>/<project>/models/<name>`."""
-        return self.base_path / self.project / "models" / self.name
+        return model_folder(self.base_path, self.project, self.name)
 
     @property
     def inference_base_url(self) -> str | None:
@@ -317,14 +318,11 @@ class TrainableModel(Model):
         self, best_checkpoint_metric: str = "val/reward", *, keep_last: int = 1
     ) -> list[int]:
         """Delete all checkpoints but the newest `keep_last` and the best by a metric of the history."""
-        from .training.checkpoints import steps_to_delete
-
         backend = await self.ready()
-        newest = await backend.get_step(self)
-        gone = steps_to_delete(
-            list(range(newest + 1)), self.history(), best_checkpoint_metric=best_checkpoint_metric, keep_last=keep_last
-        )
-        return await backend.delete_checkpoints(self, keep=[s for s in range(newest + 1) if s not in gone])
+        steps = await backend.checkpoints(self)
+        gone = steps_to_delete(steps, self.history(), best_checkpoint_metric, keep_last)
+        await backend.delete_checkpoints(self, gone)
+        return gone
 
     def collector(self) -> Collector:
         """Captured and scored trajectories that wait for `train()`."""
@@ -334,10 +332,11 @@ class TrainableModel(Model):
         return f"TrainableModel({self.name!r}, project={self.project!r}, base_model={self.base_model!r})"
 
 
-def check_folder_name(option: str, value: str) -> None:
-    """Names become folders: refuse what would leave the parent folder."""
-    if not value or value in (".", "..") or any(c in value for c in '/\\:@\0<>"|?*') or value != value.strip():
-        raise ConfigError(f"{option}={value!r} becomes a folder and a served name; use letters, digits, '-', '_', '.'")
+def check_model_name(name: str) -> None:
+    """A name is a folder and, with "@step" behind it, a served model."""
+    check_name(name)
+    if "@" in name:
+        raise ConfigError(f"name={name!r} must not hold '@': name@step asks for a checkpoint")
 
 
 def as_groups(items: Iterable[Trajectory | TrajectoryGroup | BaseException]) -> list[TrajectoryGroup]:

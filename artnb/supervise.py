@@ -33,8 +33,8 @@ async def drain(tasks: Iterable[asyncio.Future[Any]], *, rounds: int = ROUNDS) -
     A task that is still running after `rounds` cancellations, GRACE_S apart, is named in the log and left: waiting for
     ever would wedge the notebook. A cancellation of the caller meanwhile is raised when all is done.
     """
-    started = [task for task in tasks if not task.done()]
-    pending = set(started)
+    tasks = list(tasks)
+    pending = {task for task in tasks if not task.done()}
     interrupt: asyncio.CancelledError | None = None
     loop = asyncio.get_running_loop()
     for _ in range(rounds):
@@ -49,9 +49,9 @@ async def drain(tasks: Iterable[asyncio.Future[Any]], *, rounds: int = ROUNDS) -
                 pending = {task for task in pending if not task.done()}
         if not pending:
             break
-    for task in started:
+    for task in tasks:
         if task.done() and not task.cancelled():
-            task.exception()  # marks it as seen; it ended after its result was no longer wanted
+            task.exception()  # marks it as seen: its result is read elsewhere or no longer wanted
     if pending:
         names = ", ".join(sorted(task.get_name() if isinstance(task, asyncio.Task) else repr(task) for task in pending))
         logger.error("still running after %d cancellations, left alone: %s", rounds, names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from artnb.batches import trajectory_group_batches
 from artnb.errors import ConfigError, TooManyExceptionsError
-from artnb.trajectory import Trajectory, TrajectoryGroup
+from artnb.trajectories import Trajectory, TrajectoryGroup
 
 QUIET: dict[str, Any] = {"pbar_desc": None}
 
@@ -22,7 +21,6 @@ async def nothing_left_over() -> AsyncIterator[None]:
     yield
     await asyncio.sleep(0)
     assert [task for task in asyncio.all_tasks() if task.get_name().startswith("artnb")] == []
-    gc.collect()
 
 
 class World:
@@ -157,7 +155,7 @@ async def test_timeout_and_after_each() -> None:
         async for b in trajectory_group_batches(
             groups,
             batch_size=2,
-            timeout=0.1,
+            timeout=0.3,
             max_batch_exceptions=1,
             after_each=lambda group: group if group.exceptions else None,
             **QUIET,

@@ -22,7 +22,7 @@ from artnb.capture import (
 from artnb.errors import ConfigError, RolloutError
 from artnb.serving.server import Server
 from artnb.serving.transport import make_client
-from artnb.trajectory import StopReason, Trajectory
+from artnb.trajectories import StopReason, Trajectory
 
 SENDS = [(cls, cls.__dict__["send"]) for cls in (httpx2.AsyncClient, httpx2.Client)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
@@ -49,6 +50,7 @@ def tokenizer_of(kind: str) -> Any:
     return ByteTokenizer() if kind == "bytes" else make_tokenizer(kind)
 
 
+@functools.cache
 def chat_of(kind: str, **options: Any) -> ChatFormat:
     return ChatFormat(tokenizer_of(kind), **options)
 
@@ -326,7 +328,7 @@ def test_history_with_calls_is_not_lost_when_the_request_has_no_tools() -> None:
 
 def test_an_unknown_call_format_warns_once_and_refuses_tools(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        chat = chat_of("strange_tools")
+        chat = ChatFormat(make_tokenizer("strange_tools"))
     assert len(caplog.records) == 1 and "no parser knows" in caplog.text
     assert chat.render([USER])
     with pytest.raises(RequestError, match="no parser knows") as caught:

@@ -21,8 +21,8 @@ from openai.types.chat.chat_completion import Choice
 from artnb import durable
 from artnb.errors import CheckpointError, ConfigError
 from artnb.tracking.history import History
-from artnb.trajectory import ExceptionRecord, StopReason, Trajectory, TrajectoryGroup
-from artnb.trajectory import History as Conversation
+from artnb.trajectories import ExceptionRecord, StopReason, Trajectory, TrajectoryGroup
+from artnb.trajectories import History as Conversation
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import pandas as pd
 from artnb.local.lockfile import FolderLock
 from artnb.tracking.history import History
 from artnb.training.checkpoints import CheckpointStore
-from artnb.trajectory import Trajectory, TrajectoryGroup
+from artnb.trajectories import Trajectory, TrajectoryGroup
 
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
 

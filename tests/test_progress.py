@@ -14,7 +14,7 @@ import tqdm.notebook
 
 from artnb.notebook.meter import Meter
 from artnb.notebook.progress import Progress
-from artnb.trajectory import Trajectory, TrajectoryGroup
+from artnb.trajectories import Trajectory, TrajectoryGroup
 
 
 class Terminal(io.StringIO):

@@ -14,7 +14,7 @@ import pytest
 
 from artnb.datasets import DatasetBatch, iterate_dataset
 from artnb.errors import ConfigError
-from artnb.retry import retry
+from artnb.retrying import retry
 
 
 class Flaky:
@@ -44,8 +44,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         asked.append(seconds)
         await real_sleep(0)
 
-    monkeypatch.setattr("artnb.retry.time.sleep", asked.append)
-    monkeypatch.setattr("artnb.retry.asyncio.sleep", sleep)
+    monkeypatch.setattr("artnb.retrying.time.sleep", asked.append)
+    monkeypatch.setattr("artnb.retrying.asyncio.sleep", sleep)
     return asked
 
 

@@ -15,7 +15,7 @@ from openai.types.chat.chat_completion import Choice
 from artnb.config import TrainConfig
 from artnb.training.rows import Skip, explain, rows_from_groups, rows_from_trajectory
 from artnb.training.types import Row, RowBatch, SkipReason
-from artnb.trajectory import ExceptionRecord, History, StopReason, Trajectory, TrajectoryGroup
+from artnb.trajectories import ExceptionRecord, History, StopReason, Trajectory, TrajectoryGroup
 
 USER = {"role": "user", "content": "hi"}
 

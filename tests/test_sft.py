@@ -18,7 +18,7 @@ from artnb.serving.chat import ChatFormat
 from artnb.training.rows import explain
 from artnb.training.sft import sft_rows
 from artnb.training.types import Row, SkipReason
-from artnb.trajectory import ExceptionRecord, History, Trajectory
+from artnb.trajectories import ExceptionRecord, History, Trajectory
 
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "hello"},

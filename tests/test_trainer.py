@@ -225,7 +225,7 @@ def test_a_failed_step_names_phase_and_memory(
     before = weights(policy)
     with monkeypatch.context() as patch:
         patch.setattr(module, "policy_loss", fail)
-        with pytest.raises(TrainError, match="phase: forward pass; cpu: peak .* GiB free") as caught:
+        with pytest.raises(TrainError, match=r"phase: forward pass; cpu: peak .* GiB free") as caught:
             trainer.step(batch, CONFIG, step=0)
     assert caught.value.phase == "forward pass" and caught.value.__cause__ is error
     assert ("max_tokens_per_pack" in str(caught.value)) == isinstance(error, RuntimeError)

@@ -13,7 +13,7 @@ import pytest
 from openai.types.chat.chat_completion import Choice
 
 from artnb.gather import PendingGroup
-from artnb.trajectory import ExceptionRecord, History, StopReason, Trajectory, TrajectoryGroup
+from artnb.trajectories import ExceptionRecord, History, StopReason, Trajectory, TrajectoryGroup
 
 TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "move", "arguments": '{"to": 5}'}}
 

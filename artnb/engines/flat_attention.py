@@ -55,7 +55,7 @@ class _Decode(NamedTuple):
     columns: int
     gathered: int  # the first columns are the gathered places
     places_N: torch.Tensor  # [B * gathered]
-    bias_BC: torch.Tensor  # 0 where a row may look, -inf elsewhere
+    hidden_B1C: torch.Tensor  # columns that are not the row's own
     spans: list[_Span]
 
 
@@ -123,7 +123,7 @@ class FlatAttend:
             scores = _product(part, keys_KND[:, span.start : span.end].transpose(1, 2))
             columns = slice(span.column, span.column + span.end - span.start)
             scores_KBGC[:, span.first : span.last, :, columns] = scores.view(kv, span.last - span.first, group, -1)
-        scores_KBGC += plan.bias_BC[None, :, None, :]
+        scores_KBGC.masked_fill_(plan.hidden_B1C, float("-inf"))  # not added: what nobody wrote may be NaN
         weights_KBGC = torch.softmax(scores_KBGC, dim=-1).to(values_KND.dtype)
         if plan.gathered:
             near_KBMD = values_KND.index_select(1, plan.places_N).view(kv * rows, plan.gathered, out_width)
@@ -177,9 +177,9 @@ class FlatAttend:
         column_C = torch.arange(columns)
         near_B1, spanned_B1 = torch.tensor(near)[:, None], torch.tensor(spanned)[:, None]
         seen = (column_C < near_B1) | ((column_C >= gathered) & (column_C < gathered + spanned_B1))
-        bias_BC = torch.zeros(len(rows), columns).masked_fill_(~seen, float("-inf"))
+        hidden_B1C = (~seen)[:, None].to(self._device)
         spans = [span._replace(column=span.column + gathered) for span in spans]
-        return _Decode(columns, gathered, places.view(-1).to(self._device), bias_BC.to(self._device), spans)
+        return _Decode(columns, gathered, places.view(-1).to(self._device), hidden_B1C, spans)
 
     # Prefill ---------------------------------------------------------------------------------------
 

@@ -120,12 +120,14 @@ class PrefixTree:
 
     def drop(self, adapter: Hashable) -> None:
         """Forget an adapter's tree. No sequence may stand in it."""
-        root = self._roots.pop(adapter, None)
+        root = self._roots.get(adapter)
         if root is None:
             return
-        for node in _below(root):
-            if node.users:
-                raise ValueError(f"a sequence still uses the keys and values of {adapter}")
+        nodes = list(_below(root))
+        if root.users or any(node.users for node in nodes):
+            raise ValueError(f"a sequence still uses the keys and values of {adapter}")
+        del self._roots[adapter]
+        for node in nodes:
             self._pool.free(node.start, node.start + len(node.tokens))
 
     def _descend(self, node: Node, tokens: Sequence[int]) -> Node:

@@ -249,7 +249,12 @@ class TransformersEngine:
             except Exception as error:  # a fault of our own: the requests get it, the engine starts over
                 self._end_all(engine_error("the engine's step", error))
         self._end_all(TokenChunk([], [], "abort"))
-        self._parked.set()
+        with self._changed:
+            loaded, self._to_drop = [*self._to_drop, *self._adapters.values()], []
+            self._adapters.clear()
+            self._parked.set()
+        for adapter in loaded:
+            self._policy.drop_adapter(adapter.name)
 
     def _wait(self) -> bool:
         """Until there is something to do; takes in what others left. False: the end."""
@@ -310,9 +315,8 @@ class TransformersEngine:
                 for part in sched.halves(batch):
                     self._compute(part, may_retry=False)
                 return
-            failure = engine_error("the forward pass", error)
             for work in batch:
-                deliveries.add(work.sequence.owner.mailbox, failure)
+                deliveries.add(work.sequence.owner.mailbox, engine_error("the forward pass", error))
                 self._end(work.sequence)
         else:
             with self._changed:

@@ -19,7 +19,8 @@ from ..config import TrainConfig, TrainSFTConfig, check_choice, check_number
 from ..engines.base import AdapterRef
 from ..errors import ConfigError, ModelError
 from ..tracking.history import History
-from ..trajectory import Trajectory, TrajectoryGroup
+from ..training.checkpoints import model_folder
+from ..trajectories import Trajectory, TrajectoryGroup
 from .lockfile import FolderLock
 from .served import ServedBase, load_base
 from .step import TrainedModel, run_sft_step, run_step
@@ -106,7 +107,7 @@ class LocalBackend:
             if known is not None:
                 known.check_same(model)
                 return
-            folder = self.path / model.project / "models" / model.name
+            folder = model_folder(self.path, model.project, model.name)
             folder.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(folder)
             lock.acquire()
@@ -179,14 +180,18 @@ class LocalBackend:
     async def get_step(self, model: TrainableModel) -> int:
         return self._trained(model).step
 
-    async def delete_checkpoints(self, model: TrainableModel, keep: Sequence[int]) -> list[int]:
-        """Delete every checkpoint but `keep` and the newest; returns what was deleted."""
+    async def checkpoints(self, model: TrainableModel) -> list[int]:
+        """Steps whose complete checkpoints are kept, ascending."""
+        return self._trained(model).store.steps()
+
+    async def delete_checkpoints(self, model: TrainableModel, steps: Sequence[int]) -> None:
+        """Delete checkpoints. Raises ConfigError for the newest, which is served; CheckpointError for unknown ones."""
         trained = self._trained(model)
-        gone = [s for s in trained.store.steps() if s not in keep and s != trained.step]
-        for step in gone:
-            await trained.served().engine.drop_adapter(AdapterRef(model.name, step))
-        trained.store.delete(gone)
-        return gone
+        if trained.step in steps:
+            raise ConfigError(f"checkpoint {trained.step} of {model.name} is the newest and is served; it stays")
+        for step in steps:
+            await trained.served().forget(AdapterRef(model.name, step))
+        await asyncio.to_thread(trained.store.delete, steps)
 
     async def log(
         self, model: TrainableModel, groups: Iterable[Trajectory | TrajectoryGroup], split: str = "val"
@@ -211,7 +216,7 @@ class LocalBackend:
         trained = self._models.get(model.name)
         if trained is not None:
             return trained.history
-        return History(self.path / model.project / "models" / model.name)
+        return History(model_folder(self.path, model.project, model.name))
 
     def collector(self, model: TrainableModel) -> Collector:
         return self._trained(model).collector

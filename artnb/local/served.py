@@ -7,6 +7,8 @@ import secrets
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..backend import ASGIApp
 from ..config import LoraConfig
 from ..engines.base import AdapterRef
@@ -33,14 +35,22 @@ class ServedBase:
         self.api_key = secrets.token_urlsafe(24)
         self.app: ASGIApp = create_app(engine, self.chat, self, api_key=self.api_key, captures=backend.captures)
         self.models: dict[str, TrainedModel] = {}
-        self.training = asyncio.Lock()
+        self._told = (backend.device, backend.dtype)
         self._served_checkpoints = backend.served_checkpoints
         self._older: OrderedDict[AdapterRef, None] = OrderedDict()
         self._server: Server | None = None
 
     def describe(self) -> str:
-        why = self.policy.why
-        return f"{self.engine.description}, context {self.engine.context_length} tokens ({why})"
+        """One line: what was chosen, and why."""
+        device, told = self.policy.device.type, self._told
+        here = {"cpu": "no CUDA or MPS device was found", "cuda": "a CUDA device was found", "mps": "Apple's GPU"}
+        why = [f"device={told[0]!r} was asked for" if told[0] != "auto" else here[device]]
+        if told[1] != "auto":
+            why.append(f"dtype={told[1]!r} was asked for")
+        elif device == "cpu":
+            native = self.policy.dtype == torch.bfloat16
+            why.append("this CPU computes bf16 natively" if native else "bf16 is not native to this CPU, so fp32")
+        return f"{self.engine.description}, context {self.engine.context_length} tokens; {', '.join(why)}"
 
     # Names the endpoint knows ----------------------------------------------------------------------
 
@@ -74,6 +84,11 @@ class ServedBase:
         while len(self._older) > self._served_checkpoints:
             oldest, _ = self._older.popitem(last=False)
             await self.engine.drop_adapter(oldest)
+
+    async def forget(self, ref: AdapterRef) -> None:
+        """Stop serving an older checkpoint; requests that use it end first."""
+        self._older.pop(ref, None)
+        await self.engine.drop_adapter(ref)
 
     # HTTP ------------------------------------------------------------------------------------------
 

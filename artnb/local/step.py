@@ -34,7 +34,7 @@ from ..training.rows import explain, rows_from_groups
 from ..training.sft import sft_rows
 from ..training.trainer import Trainer
 from ..training.types import RowBatch
-from ..trajectory import Trajectory, TrajectoryGroup
+from ..trajectories import Trajectory, TrajectoryGroup
 from .lockfile import FolderLock
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class TrainedModel:
             self.step = 0
             self.history.truncate_after(0)
             return self._save(0, {})
-        base.policy.load_adapter(adapter, self.store.path(latest), trainable=True)
+        base.policy.load_adapter(adapter, self.store.path(latest))
         self.trainer = Trainer(base.policy, adapter, seed=seed)
         state = torch.load(self.store.path(latest) / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
         self.trainer.load_state_dict(state)
@@ -166,16 +166,17 @@ class TrainedModel:
         """Put the trainer back to the newest checkpoint, after a step that was trained but could not be kept."""
         trainer, path = self.trainer, self.store.path(self.step)
         assert trainer is not None
-        trainer.policy.load_adapter(trainer.adapter, path, trainable=True)
+        trainer.policy.load_adapter(trainer.adapter, path)
         trainer.load_state_dict(torch.load(path / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
         self.history.truncate_after(self.step)
 
     async def commit(self, result: TrainResult, groups: list[TrajectoryGroup], split: str) -> TrainResult:
         """Keep the step: history, then checkpoint, then serve the new adapter and let the old one go."""
         base = self.served()
+        result.metrics["trained"] = float(result.trained)
         logged = {**summarize(groups), **result.metrics}
         try:
-            await asyncio.to_thread(self.history.log_trajectories, result.step, split, groups)
+            await asyncio.to_thread(self.history.log_trajectories, result.step, split, groups, replace=True)
             await asyncio.to_thread(self.history.log_metrics, result.step, split, logged)
             result.checkpoint_path = await asyncio.to_thread(self._save, result.step, result.metrics)
         except BaseException:

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 from ..supervise import Lease
-from ..trajectory import Trajectory, TrajectoryGroup
+from ..trajectories import Trajectory, TrajectoryGroup
 from .progress import Progress
 
 

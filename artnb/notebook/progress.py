@@ -78,6 +78,8 @@ class Progress:
             return
         try:
             bar.close()
+            if (screen := getattr(bar, "screen", None)) is not None:
+                screen.update(bar.container)  # a saved notebook shows the text of the last display, not the widget
         except (OSError, ValueError) as error:  # the stream is gone: there is nobody to show it to
             logger.debug("the last line of the progress bar was not shown: %r", error)
 
@@ -120,11 +122,14 @@ def _bar(total: int | None, desc: str, unit: str, initial: int, file: TextIO | N
     options: dict[str, Any] = {"total": total, "desc": desc, "unit": unit, "initial": initial, "leave": True}
     if file is None and issubclass(tqdm.auto.tqdm, _notebook_class()):
         try:
-            bar = _quiet(tqdm.auto.tqdm)(**options)
+            bar = _quiet(tqdm.auto.tqdm)(**options, display=False)
         except Exception as error:  # whatever a half-installed ipywidgets raises: text shows the same numbers
             logger.debug("no widget for the progress bar, using text: %r", error)
         else:
             if getattr(bar.container, "comm", None) is not None:
+                from IPython.display import display
+
+                bar.screen = display(bar.container, display_id=True)  # type: ignore[no-untyped-call]
                 return bar
             bar.disable = True  # nobody listens: the widget would never be drawn
         on_screen = True  # a notebook's stream is no tty but handles "\r"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ConfigError, nearest
@@ -31,11 +31,21 @@ _HERMES = {
     "transform": {"type": "function", "function": "{content}"},
 }
 
+
+def _unless(tag: str) -> str:
+    """A lookahead for text that is certainly not `tag`, nor a beginning of it, nor whitespace before it.
+
+    The parser commits a match that is whole although a longer one is on its way, so what may follow is spelled out.
+    """
+    turns = [f"{re.escape(tag[:size])}[^{re.escape(tag[size])}]" for size in range(1, len(tag))]
+    return f"(?=[^{re.escape(tag[0])}\\s]|{'|'.join(turns)})"
+
+
 # <function=name><parameter=key>value</parameter></function>, values as text: Qwen 3 Coder, Qwen 3.5.
 _XML_PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
 _XML = {
     "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^\n>]+)>",
-    "close_pattern": r"</function>(?:\s*</tool_call>)?\s*",
+    "close_pattern": rf"</function>(?:\s*</tool_call>)?\s*",
     "repeats": True,
     "content": "xml-inline",
     "content_args": {
@@ -97,14 +107,17 @@ class ResponseFormat:
     typed: bool = False
     call_id_length: int = 24
     frame: re.Pattern[str] | None = None
-    _patterns: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
+    incremental: bool = (
+        True  # False: the parser cannot tell in mid-stream where a region ends, so text comes at the end
+    )
+    patterns: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
         keys = ("open", "open_pattern", "close", "close_pattern")
         fields = (self.template or {}).get("fields", {}).values()
         found = [spec[key] for spec in fields for key in keys if key in spec]
         flat = [text for value in found for text in (value if isinstance(value, list) else [value])]
-        object.__setattr__(self, "_patterns", tuple(flat))
+        object.__setattr__(self, "patterns", tuple(flat))
 
     @property
     def reads_calls(self) -> bool:
@@ -112,7 +125,7 @@ class ResponseFormat:
 
     def reads_token(self, text: str) -> bool:
         """Whether a control token takes part in the markup, so that it must not be hidden from the parser."""
-        return any(text in pattern or re.escape(text) in pattern for pattern in self._patterns)
+        return any(text in pattern or re.escape(text) in pattern for pattern in self.patterns)
 
     def is_complete(self, raw: str) -> bool:
         """Whether a call's text holds nothing that the parser would pass over in silence."""
@@ -156,7 +169,16 @@ def own_format(template: Any) -> ResponseFormat:
         raise ConfigError(
             f"the tokenizer's response_template is not usable: {error}; or name one with parser=..."
         ) from error
-    return ResponseFormat("the tokenizer's response_template", template, typed=True)
+    form = ResponseFormat("the tokenizer's response_template", template, typed=True)
+    return replace(form, incremental=not any(_may_grow(pattern) for pattern in form.patterns))
+
+
+def _may_grow(pattern: str) -> bool:
+    """Whether a match may be the beginning of a longer one: an optional group, or a branch that begins another."""
+    branches = re.split(r"(?<!\\)\|", pattern.replace("(?:", "").rstrip("$)"))
+    return re.search(r"\)[?*{]", pattern) is not None or any(
+        short and long != short and long.startswith(short) for short in branches for long in branches
+    )
 
 
 def choose_family(shown: str) -> str | None:

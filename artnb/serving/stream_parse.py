@@ -79,9 +79,14 @@ def accumulate(deltas: Iterable[Delta]) -> ParsedMessage:
 
 
 def _pattern(spec: dict[str, Any], side: str) -> str | None:
-    """The pattern of a field's "open" or "close", whichever way it is given."""
+    """The pattern of a field's "open" or "close", whichever way it is given, without an alternative "end of text".
+
+    The end closes a region anyway, and with that alternative the parser (transformers 5.24) no longer waits for the
+    rest of a marker that comes in pieces.
+    """
     if (literal := spec.get(side)) is None:
-        return spec.get(f"{side}_pattern")
+        pattern = spec.get(f"{side}_pattern")
+        return None if pattern is None else re.sub(r"\|(\$|\\Z)$", "", pattern)
     literals = [literal] if isinstance(literal, str) else literal
     return "|".join(re.escape(text) for text in sorted(literals, key=len, reverse=True))
 
@@ -93,9 +98,11 @@ def region_template(template: dict[str, Any]) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     for name, spec in template["fields"].items():
-        plain = {key: value for key, value in spec.items() if key.startswith(("open", "close"))}
         shape: dict[str, Any] = {"content": "text", "content_args": {"strip": False}, "repeats": True}
         opening, closing = _pattern(spec, "open"), _pattern(spec, "close")
+        plain = {key: spec[key] for key in ("open", "open_pattern", "close") if key in spec}
+        if "close_pattern" in spec:
+            plain["close_pattern"] = closing
         if opening is not None and not _is_text(name, spec):
             # The end of the answer closes a region too, without a match: the empty capture stands for that.
             plain = {"open_pattern": f"(?P<artnb_open>{opening})(?P<artnb_close>)"}
@@ -153,7 +160,7 @@ class StreamParser:
         self._detokenizer = Detokenizer(table, hidden)
         self._stop = StopChecker(stop)
         self._parser: Any = None
-        self._out: list[Delta] = []
+        self._waiting: list[str] = []
         self._content = _Run()
         self._reasoning = _Run(skip_leading=True)
         self._ids: list[str] = []
@@ -184,6 +191,7 @@ class StreamParser:
         text, stopped = self._stop.push(self._detokenizer.finish())
         deltas = self._text(text if stopped else text + self._stop.finish())
         if self._parser is not None:
+            deltas += self._events(self._parser.feed("".join(self._waiting)))
             deltas += self._events(self._parser.finalize()[1])
         if not self._ids and (rest := self._content.held):
             deltas.append(Delta(content=rest))
@@ -194,6 +202,9 @@ class StreamParser:
             return []
         if self._parser is None:
             return [Delta(content=text)]
+        if not self._form.incremental:
+            self._waiting.append(text)
+            return []
         return self._events(self._parser.feed(text))
 
     def _events(self, events: Iterable[dict[str, Any]]) -> list[Delta]:

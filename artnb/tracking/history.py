@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..durable import TEMPORARY, append_lines, free_space, is_full, read_lines, replace_file, sync_file, this_process
 from ..errors import CheckpointError, ConfigError
-from ..trajectory import Trajectory, TrajectoryGroup
+from ..trajectories import Trajectory, TrajectoryGroup
 from .frames import metrics_frame, metrics_long_frame, trajectory_frame
 from .records import VERSION, from_line, group_record, to_group, to_line, to_trajectory, trajectory_record
 

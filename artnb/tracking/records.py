@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pydantic
 from openai.types.chat.chat_completion import Choice
 
-from ..trajectory import History, MessageOrChoice, Trajectory, TrajectoryGroup
+from ..trajectories import History, MessageOrChoice, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 

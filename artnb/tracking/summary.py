@@ -7,7 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ..trajectory import TrajectoryGroup
+from ..trajectories import TrajectoryGroup
 
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

@@ -168,7 +168,8 @@ class Policy:
 
     def _input_bytes(self) -> int:
         """Bytes of the inputs of all layers, per token."""
-        return int(self._text_config.hidden_size) * self.dtype.itemsize * len(self._layers)
+        total: int = self._text_config.hidden_size * self.dtype.itemsize * len(self._layers)
+        return total
 
     def _layer_bytes(self) -> int:
         """Bytes that one layer keeps per token for its backward pass: an estimate from what its operations save."""

@@ -18,7 +18,7 @@ import numpy as np
 from openai.types.chat.chat_completion import Choice
 
 from ..config import TrainConfig
-from ..trajectory import MessagesAndChoices, StopReason, Trajectory, TrajectoryGroup
+from ..trajectories import MessagesAndChoices, StopReason, Trajectory, TrajectoryGroup
 from .explain import HOW_TO_SAMPLE, cut_short, explain
 from .types import Row, RowBatch, SkipReason
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from openai.types.chat.chat_completion import Choice
 
 from ..errors import RenderError
-from ..trajectory import MessageOrChoice, MessagesAndChoices, Tools, Trajectory, messages_of
+from ..trajectories import MessageOrChoice, MessagesAndChoices, Tools, Trajectory, messages_of
 from .rows import OpenRow, Skip, has_failed
 from .types import RowBatch, SkipReason
 

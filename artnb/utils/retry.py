@@ -1,5 +1,5 @@
-"""An import path that users of ART know. The code lives in artnb.retry."""
+"""An import path that users of ART know. The code lives in artnb.retrying."""
 
-from ..retry import retry
+from ..retrying import retry
 
 __all__ = ["retry"]
