@@ -45,7 +45,7 @@ def _unless(tag: str) -> str:
 _XML_PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
 _XML = {
     "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^\n>]+)>",
-    "close_pattern": rf"</function>(?:\s*</tool_call>)?\s*",
+    "close_pattern": rf"</function>\s*(?:</tool_call>\s*|{_unless('</tool_call>')})",
     "repeats": True,
     "content": "xml-inline",
     "content_args": {
