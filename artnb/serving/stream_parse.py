@@ -178,7 +178,7 @@ class StreamParser:
         regions = _load(json.dumps(template))
         prefix = decode(table.tokenizer, self._prompt_ids[-HEADER_TOKENS:])
         if regions.start_anchor_re.search(prefix) is None:  # else the parser takes the conversation for the answer
-            pass
+            prefix = ""
         # Its initial events are the prompt's own text, which the model did not write.
         return ResponseParser(regions, prefix=prefix)
 
