@@ -324,11 +324,11 @@ def test_the_order_of_groups_and_trajectories_does_not_matter() -> None:
 
 
 def test_a_row_that_is_too_long_leaves_its_trajectory_out_but_not_its_reward() -> None:
-    long = trajectory(0.0, choice([1], [2]), choice([5] * 90, [6] * 10))
+    long = trajectory(3.0, choice([1], [2]), choice([5] * 90, [6] * 10))
     batch = build(TrajectoryGroup([trajectory(1.0), long, trajectory(2.0)]), max_row_tokens=99)
     assert batch.trajectory_reasons == {SkipReason.TOO_LONG: 1} and [row.trajectory for row in batch.rows] == [0, 2]
     assert batch.notes == ["group 0, trajectory 1: a row of 100 tokens is longer than the limit of 99"]
-    assert advantages(batch) == pytest.approx([0.0, 1 / 1.0001])  # the mean of 1, 0 and 2 is 1
+    assert advantages(batch) == pytest.approx([-1 / 1.0001, 0.0])  # the mean of 1, 3 and 2 is 2
     fits = build(TrajectoryGroup([trajectory(1.0), long, trajectory(2.0)]), max_row_tokens=100)
     assert len(fits.rows) == 4
 
@@ -342,13 +342,13 @@ def test_a_group_of_too_long_rows_says_so() -> None:
 def test_one_truncated_turn_marks_the_rollout_once() -> None:
     """user-reports #35."""
     turns = [choice([1], [2]), choice([1, 2], [3], finish="length"), choice([1, 9], [4])]
-    cut = trajectory(0.0, *turns)
+    cut = trajectory(3.0, *turns)
     kept = build(TrajectoryGroup([cut, trajectory(1.0)]))
     assert [row.truncated for row in kept.rows] == [True, True, False]
     assert kept.metrics["trajectories_truncated"] == 0.5 and kept.metrics["completions_truncated"] == 0.25
     masked = build(TrajectoryGroup([cut, trajectory(1.0), trajectory(2.0)]), mask_truncated_completions=True)
     assert masked.trajectory_reasons == {SkipReason.TRUNCATED: 1}
-    assert advantages(masked) == pytest.approx([0.0, 1 / 1.0001])  # its reward still belongs to the mean
+    assert advantages(masked) == pytest.approx([-1 / 1.0001, 0.0])  # its reward still belongs to the mean
 
 
 def test_all_truncated_and_masked_is_a_step_without_rows_that_says_why() -> None:
