@@ -296,13 +296,25 @@ def test_in_a_kernel_whose_loop_runs(tmp_path: Path) -> None:
     cells = [
         "import asyncio\nfrom artnb.notebook.loop import run_sync, spawn\nasyncio.get_running_loop()\n"
         "print(run_sync(asyncio.sleep(0, 'sync')), spawn(asyncio.sleep(0, 'spawned')).result())",
-        "from artnb.gather import gather_trajectory_groups\nfrom artnb.trajectories import Trajectory, TrajectoryGroup\n"
+        "from artnb.gather import gather_trajectory_groups\n"
+        "from artnb.trajectories import Trajectory, TrajectoryGroup\n"
         "async def rollout(i):\n    return Trajectory(reward=i)\n"
         "groups = await gather_trajectory_groups(TrajectoryGroup(rollout(i) for i in range(4)) for _ in range(2))\n"
         "print(groups)",
         "print(run_sync(lambda: gather_trajectory_groups([TrajectoryGroup([rollout(5)])], pbar_desc=None)))",
+        # The stop button sends this signal: once while a gather is awaited, once while a synchronous helper waits.
+        "import os, signal, threading\nended = []\n"
+        "async def hang():\n    try:\n        await asyncio.Event().wait()\n    finally:\n"
+        "        await asyncio.sleep(0.01)\n        ended.append(1)\n"
+        "asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGINT)\n"
+        "await gather_trajectory_groups([TrajectoryGroup(hang() for _ in range(8))], pbar_desc=None, "
+        "max_concurrency=5)",
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\nrun_sync(hang())",
+        "print([t for t in asyncio.all_tasks() if t.get_name().startswith('artnb')], len(ended), run_sync(rollout(1)))",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    for cell in notebook.cells[3:5]:
+        cell.metadata["tags"] = ["raises-exception"]
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     root = Path(__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "IPYTHONDIR": str(tmp_path)}
@@ -312,6 +324,9 @@ def test_in_a_kernel_whose_loop_runs(tmp_path: Path) -> None:
     assert texts[0] == "sync spawned\n"
     assert texts[1].count("TrajectoryGroup(4 trajectories, rewards [0, 1, 2, 3])") == 2
     assert "rewards [5]" in texts[2]
+    raised = [o["ename"] for cell in notebook.cells[3:5] for o in cell.outputs if o["output_type"] == "error"]
+    assert len(raised) == 2 and set(raised) <= {"KeyboardInterrupt", "CancelledError"}
+    assert texts[5] == "[] 6 Trajectory(reward=1.0, metrics={}, metadata={})\n"
     outputs = [output for cell in notebook.cells for output in cell.outputs]
     widget = "application/vnd.jupyter.widget-view+json"
     (bar,) = [output["data"]["text/plain"] for output in outputs if widget in output.get("data", {})]
