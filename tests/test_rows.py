@@ -425,6 +425,10 @@ def test_building_rows_changes_no_trajectory_and_can_be_repeated() -> None:
     first, second = build(made), build(made)
     assert made.model_dump_json() == before
     assert [row.token_ids.tolist() for row in first.rows] == [row.token_ids.tolist() for row in second.rows]
+    # A trajectory that was saved and read back makes the same rows: ids and log-probs survive JSON.
+    again = build(TrajectoryGroup.model_validate_json(before))
+    assert [row.token_ids.tolist() for row in again.rows] == [row.token_ids.tolist() for row in first.rows]
+    assert [row.logprobs.tolist() for row in again.rows] == [row.logprobs.tolist() for row in first.rows]
 
 
 def test_explain_names_counts_an_example_and_what_to_change() -> None:
