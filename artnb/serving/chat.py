@@ -14,7 +14,7 @@ from ..errors import ConfigError, RenderError, RequestError
 from .detokenize import ChatTokenizer, Detokenizer, StopChecker, TokenBytes
 from .messages import check_tools, normalize_messages, tools_as_text, wrap_malformed
 from .parsers import HERMES_PARSERS, ResponseFormat, choose_family, family_format, own_format
-from .stream_parse import Delta, ParsedMessage, StreamParser, ToolCall, ToolCallDelta, accumulate, prepare
+from .stream_parse import Delta, ParsedMessage, Reader, StreamParser, ToolCall, ToolCallDelta, accumulate
 
 __all__ = [
     "ChatFormat", "Delta", "ParsedMessage", "StopChecker", "StreamParser", "ToolCall", "ToolCallDelta", "accumulate",
@@ -81,17 +81,19 @@ class ChatFormat:
         header = self._header(bare or with_tools)
         thinks = "<think>" in shown or "<think>" in self._added_tokens()
         self._no_tools_reason = ""
-        self.format, self._tools_format = self._formats(shown, header, thinks, parser)
-        prepare(self.format)
-        if self._tools_format is not None:
-            prepare(self._tools_format)
-        else:
+        form, tools_form = self._formats(shown, header, thinks, parser)
+        # Made here, since it imports the parser: no request waits for that.
+        self._reader = Reader(form, self._table)
+        self._tools_reader = self._reader
+        if tools_form is None:
             log.warning("%s Requests without tools work.", self._no_tools_reason)
+        elif tools_form is not form:
+            self._tools_reader = Reader(tools_form, self._table)
 
     @property
     def parser(self) -> str:
         """Name of the parser that reads the answers to requests with tools, or to any if tools do not work."""
-        return (self._tools_format or self.format).name
+        return self._tools_reader.form.name
 
     def _formats(
         self, shown: str, header: str, thinks: bool, parser: str | None
@@ -168,7 +170,7 @@ class ChatFormat:
         if wrong := sorted(_RESERVED & template_kwargs.keys()):
             raise RequestError(f"chat_template_kwargs may not set {wrong[0]!r}", param="chat_template_kwargs")
         checked = check_tools(tools)
-        if checked and self._tools_format is None:
+        if checked and self._no_tools_reason:
             raise RequestError(self._no_tools_reason, param="tools")
         plain = normalize_messages(messages)
         if not self._knows_developer:
@@ -208,8 +210,7 @@ class ChatFormat:
     ) -> StreamParser:
         """A parser for one answer as it is sampled; its deltas add up to what `parse` returns."""
         checked = check_tools(tools)
-        form = (self._tools_format or self.format) if checked else self.format
-        return StreamParser(form, self._table, prompt_ids, checked, stop)
+        return StreamParser(self._tools_reader if checked else self._reader, prompt_ids, checked, stop)
 
     def detokenizer(self) -> Detokenizer:
         """The raw text of a stream of ids, without control tokens."""

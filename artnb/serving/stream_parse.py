@@ -7,9 +7,7 @@ not well formed stays in the text, verbatim. Chooses no parser and renders nothi
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
 import re
 from array import array
 from collections.abc import Iterable, Sequence
@@ -122,17 +120,33 @@ def _is_text(name: str, spec: dict[str, Any]) -> bool:
     return (name == "content" or name in REASONING_FIELDS) and spec.get("content", "text") == "text"
 
 
-def prepare(form: ResponseFormat) -> None:
-    """Import the parser and compile the patterns, so that no request waits for it."""
-    if form.template is not None:
-        _load(json.dumps(form.template))
+class Reader:
+    """What all answers of one format share: the compiled regions, and which control tokens show nothing."""
 
+    def __init__(self, form: ResponseFormat, table: TokenBytes) -> None:
+        self.form = form
+        self.table = table
+        self.hidden = frozenset(i for i in table.special_ids if not form.reads_token(table.text(i)))
+        self.regions: Any = None
+        if form.template is not None:
+            from transformers.utils.chat_parsing.response_templates import load_response_template
 
-@functools.lru_cache(maxsize=32)
-def _load(template: str) -> Any:
-    from transformers.utils.chat_parsing.response_templates import load_response_template
+            self.regions = load_response_template(region_template(form.template))
 
-    return load_response_template(region_template(json.loads(template)))
+    def parser(self, prompt_ids: Sequence[int]) -> Any:
+        """A parser in the state that the prompt leaves it in: the chat template may have opened <think> already.
+
+        None for plain text.
+        """
+        if self.regions is None:
+            return None
+        from transformers.utils.chat_parsing import ResponseParser
+
+        prefix = decode(self.table.tokenizer, prompt_ids[-HEADER_TOKENS:])
+        if self.regions.start_anchor_re.search(prefix) is None:  # else the conversation is taken for the answer
+            prefix = ""
+        # Its initial events are the prompt's own text, which the model did not write.
+        return ResponseParser(self.regions, prefix=prefix)
 
 
 class StreamParser:
@@ -147,40 +161,25 @@ class StreamParser:
 
     def __init__(
         self,
-        form: ResponseFormat,
-        table: TokenBytes,
+        reader: Reader,
         prompt_ids: Sequence[int],
-        tools: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
         stop: Sequence[str] = (),
     ) -> None:
-        self._form = form
+        self._form = reader.form
         self._tools = tools
         self._prompt_ids = prompt_ids
-        hidden = {i for i in table.special_ids if not form.reads_token(table.text(i))}
-        self._detokenizer = Detokenizer(table, hidden)
+        self._detokenizer = Detokenizer(reader.table, reader.hidden)
         self._stop = StopChecker(stop)
-        self._parser: Any = None
+        self._parser: Any = reader.parser(prompt_ids)
         self._waiting: list[str] = []
         self._content = _Run()
         self._reasoning = _Run(skip_leading=True)
         self._ids: list[str] = []
-        if form.template is not None:
-            self._parser = self._make_parser(table, form.template)
 
     @property
     def stopped(self) -> bool:
         return self._stop.stopped
-
-    def _make_parser(self, table: TokenBytes, template: dict[str, Any]) -> Any:
-        """A parser in the state that the prompt leaves it in: the chat template may have opened <think> already."""
-        from transformers.utils.chat_parsing import ResponseParser
-
-        regions = _load(json.dumps(template))
-        prefix = decode(table.tokenizer, self._prompt_ids[-HEADER_TOKENS:])
-        if regions.start_anchor_re.search(prefix) is None:  # else the parser takes the conversation for the answer
-            prefix = ""
-        # Its initial events are the prompt's own text, which the model did not write.
-        return ResponseParser(regions, prefix=prefix)
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """The deltas that became certain with these ids."""
