@@ -17,7 +17,8 @@ from artnb.serving.chat import ChatFormat, StopChecker
 from artnb.serving.detokenize import Detokenizer, TokenBytes
 
 NASTY = [
-    "", " ", "\n", "👋👩‍👩‍👧🎉", "한글 안녕하세요", "</think>", "}}", '{"a": {"b": "}"}}', "naïve\u0301", "<|im_star", "a\x00b",
+    "", " ", "\n", "👋👩‍👩‍👧🎉", "한글 안녕하세요", "</think>", "}}", '{"a": {"b": "}"}}',
+    "naïve\u0301", "<|im_star", "a\x00b",
 ]  # fmt: skip
 
 
