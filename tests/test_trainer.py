@@ -126,6 +126,21 @@ def test_packs_do_not_change_the_step(folder: Path) -> None:
     assert results[0][0]["loss"] == pytest.approx(results[1][0]["loss"], abs=1e-5)
 
 
+def test_packs_are_as_large_as_it_pays(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "pack_sizes", lambda: (60, 200))
+    monkeypatch.setattr(policy, "recomputed_layers", lambda tokens: 0 if tokens <= 60 else 2)
+    trainer = Trainer(policy, "a")
+    rng = np.random.default_rng(0)
+
+    def rows(shared: int, own: int) -> list[Row]:
+        system = rng.integers(0, 400, shared).tolist()
+        return [make_row([*system, *rng.integers(0, 400, own).tolist()], [shared], group=i) for i in range(6)]
+
+    assert [len(p.pack.rows) for p in trainer._place(rows(1, 25), None)] == [2, 2, 2]  # nothing computed twice
+    assert [len(p.pack.rows) for p in trainer._place(rows(40, 15), None)] == [6]  # the prompt computed once
+    assert len(trainer._place(rows(40, 15), 60)) == 6  # as told
+
+
 def test_old_logprobs_are_those_before_the_first_update(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     from artnb.training import trainer as module
 

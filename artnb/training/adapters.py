@@ -158,9 +158,9 @@ class Adapters:
         `train=True` gives its weights `requires_grad`. Blocks nest; after the outermost one its adapter
         stays active, because switching walks all layers and the next user is most often the same.
         """
-        if name is not None:
-            self.key(name)
         with self.lock:
+            if name is not None:
+                self.key(name)  # an unknown name fails before anything changes
             before = self._active
             self._depth += 1
             try:

@@ -31,7 +31,7 @@ from .pack import build_packs
 from .tree_attention import TreeAttend
 from .types import Pack, Row
 
-CPU_ACTIVATION_BYTES = 1 << 30
+CPU_ACTIVATION_BYTES = 2 << 30
 """On CPU a step keeps at most this much of activations (or half of what is free): the machine is also the user's."""
 
 
@@ -148,19 +148,29 @@ class Policy:
         """How many layers' activations a pass with gradients over so many tokens computes again, not keeps."""
         if self.gradient_checkpointing != "auto":
             return len(self._layers) if self.gradient_checkpointing else 0
-        layer = max(1, tokens * self._layer_bytes())
-        inputs = tokens * self._input_bytes()
-        # One layer's activations exist while it is recomputed.
-        kept = max(0, self._activation_budget() - inputs - layer) // layer
+        layer, budget = max(1, tokens * self._layer_bytes()), self._activation_budget()
+        if layer * len(self._layers) <= budget:
+            return 0
+        # A recomputed layer keeps its input, and one of them at a time has all its activations.
+        kept = max(0, budget - tokens * self._input_bytes() - layer) // layer
         return max(0, len(self._layers) - kept)
 
-    def pack_tokens(self) -> int:
-        """Distinct tokens for one pass with gradients: what fits in the free memory with every layer recomputed.
+    def pack_sizes(self) -> tuple[int, int]:
+        """Distinct tokens of one pass with gradients that fit in the free memory: with no layer recomputed, with all.
 
-        A power of two, so that a little more or less free memory does not change the packs from run to run.
+        Powers of two, so that a little more or less free memory does not change the packs from run to run.
         """
-        fits = self._activation_budget() // max(1, self._input_bytes() + self._layer_bytes())
-        return 1 << (min(max(fits, 1024), 32768).bit_length() - 1)
+        budget, layer = self._activation_budget(), self._layer_bytes()
+        kept, recomputed = budget // (layer * len(self._layers)), budget // (self._input_bytes() + layer)
+        small, large = (1 << (min(max(fits, 1024), 32768).bit_length() - 1) for fits in (kept, recomputed))
+        return small, large
+
+    def pass_cost(self, tokens: int) -> float:
+        """What a pass with gradients over so many tokens costs, in tokens computed forward and backward.
+
+        Recomputing a layer is one forward pass more, a third of forward and backward together.
+        """
+        return tokens * (1.0 + self.recomputed_layers(tokens) / max(1, len(self._layers)) / 3.0)
 
     def _activation_budget(self) -> int:
         free = available_bytes(self.device)

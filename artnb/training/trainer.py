@@ -209,7 +209,9 @@ class Trainer:
 
     def _place(self, rows: Sequence[Row], max_tokens: int | None) -> list[_Placed]:
         device = self.policy.device
-        packs = build_packs(rows, max_tokens or self.policy.pack_tokens())
+        # Large packs share more, small ones keep their activations: whichever computes less.
+        sizes = [max_tokens] if max_tokens else self.policy.pack_sizes()
+        packs = min((build_packs(rows, size) for size in sizes), key=self._cost)
         return [
             _Placed(
                 pack,
@@ -220,6 +222,9 @@ class Trainer:
             )
             for pack in packs
         ]
+
+    def _cost(self, packs: list[Pack]) -> float:
+        return sum(self.policy.pass_cost(len(pack.token_ids_S)) for pack in packs)
 
     def _logprobs(
         self, placed: _Placed, adapter: str | None, *, grad: bool = False, entropy: bool = False, tracked: bool = False
