@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import httpx
 import httpx2
 import openai
 import pytest
@@ -24,7 +25,7 @@ from artnb.serving.server import Server
 from artnb.serving.transport import make_client
 from artnb.trajectories import StopReason, Trajectory
 
-SENDS = [(cls, cls.__dict__["send"]) for cls in (httpx2.AsyncClient, httpx2.Client)]
+SENDS = [(cls, cls.__dict__["send"]) for lib in (httpx, httpx2) for cls in (lib.AsyncClient, lib.Client)]
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +154,15 @@ async def test_other_conversations_become_further_histories():
         ["user:A", "choice:again"],
     ]
     assert [h.tools for h in t.additional_histories] == [None, TOOLS, None]
+
+
+async def test_a_conversation_that_goes_on_with_other_tools_is_another_history():
+    endpoint = Endpoint(["one", "two"])
+    async with trajectory() as t:
+        first = await endpoint.ask()
+        await endpoint.ask([*HELLO, says(first), user("b")], tools=TOOLS)
+    assert shape(t.messages_and_choices) == ["user:hello", "choice:one"] and t.tools is None
+    assert t.additional_histories[0].tools == TOOLS
 
 
 async def test_every_one_of_n_choices_is_kept():
@@ -308,6 +318,37 @@ async def test_any_client_pointed_at_the_server_is_captured():
             return t
 
         assert len((await asyncio.to_thread(rollout)).choices()) == 1
+
+
+@pytest.mark.parametrize("library", [httpx, httpx2])
+async def test_clients_on_either_httpx_are_captured(library):
+    endpoint = Endpoint("hi")
+    body = {"model": "base", "messages": HELLO}
+    with Server(endpoint.app) as server:
+        options = {"base_url": server.url, "headers": {"authorization": f"Bearer {KEY}"}}
+        async with library.AsyncClient(**options) as client, trajectory() as t:
+            await client.post("/v1/chat/completions", json=body)
+
+        def rollout() -> Trajectory:
+            with library.Client(**options) as client, trajectory() as t:
+                client.post("/v1/chat/completions", json=body)
+            return t
+
+        synchronous = await asyncio.to_thread(rollout)
+    assert len(t.choices()) == len(synchronous.choices()) == 1
+
+
+async def test_the_hook_gets_every_choice_with_its_request():
+    endpoint = Endpoint("one")
+    await endpoint.swap("agent", 3)
+    await endpoint.ask(model="agent", tools=TOOLS)
+    async with trajectory():
+        await endpoint.ask()
+        headers = capture_headers()
+    outside, inside = endpoint.records
+    assert (outside.messages, outside.tools, outside.name, outside.step) == (HELLO, TOOLS, "agent", 3)
+    assert outside.trajectory_id is None and outside.choice.policy == "agent@3"
+    assert (inside.name, inside.step, inside.trajectory_id) == ("base", None, headers["x-artnb-trajectory"])
 
 
 async def test_a_stream_over_http_that_is_left_early_is_captured():

@@ -473,6 +473,19 @@ async def test_300_requests_reach_the_engine_at_once():
     assert endpoint.engine.stats().extra["peak_running"] == 300
 
 
+async def test_an_engine_that_serves_eight_answers_all_of_many():
+    places = asyncio.Semaphore(8)
+
+    async def script(request):
+        async with places:
+            await asyncio.sleep(0.001)
+        return "served"
+
+    endpoint = Endpoint(script)
+    answers = await asyncio.gather(*(endpoint.ask() for _ in range(200)))
+    assert [a.message.content for a in answers] == ["served"] * 200
+
+
 async def test_metrics_count():
     endpoint = Endpoint("abc")
     await endpoint.ask()

@@ -138,6 +138,23 @@ async def test_no_time_limit_unless_the_caller_asks_for_one():
     assert endpoint.engine.stats().running == endpoint.engine.stats().waiting == 0
 
 
+async def test_an_app_that_never_looks_for_a_disconnect_is_cancelled_too():
+    ended = []
+
+    async def deaf(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async with client_library().AsyncClient(transport=InProcessTransport(deaf)) as client:
+        async with client.stream("GET", "http://x/") as response:
+            assert await anext(response.aiter_bytes()) == b"first"
+    assert ended == [True]
+
+
 async def test_what_the_app_raises_comes_out():
     async def broken(scope, receive, send):
         raise LookupError("before the response")
