@@ -53,7 +53,7 @@ def _forward(
     if kwargs.get("softcap") is not None:
         raise ValueError("this model caps its attention scores (softcap), which the flat batch does not do")
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx)
     out_SHD = attend(layer, query[0], key[0], value[0], scaling=scale, sliding_window=sliding_window)
     return out_SHD.unsqueeze(0), None
 

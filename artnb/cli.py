@@ -11,10 +11,12 @@ from pathlib import Path
 from . import __version__
 from .errors import ArtnbError
 
+SUMMARY = "Train LLM agents by reinforcement learning from inside a notebook, on one GPU or none."
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line, as a parser."""
-    top = argparse.ArgumentParser(prog="artnb", description=__import__("artnb").__doc__.split("\n")[0])
+    top = argparse.ArgumentParser(prog="artnb", description=SUMMARY)
     top.add_argument("--version", action="version", version=f"artnb {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     quick = commands.add_parser(

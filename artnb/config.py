@@ -31,7 +31,7 @@ def config(cls: type[T]) -> type[T]:
                 raise ConfigError(f"{made.__name__} has no option {option!r}{nearest(option, names)}")
         init(self, **options)
 
-    made.__init__ = checked  # type: ignore[method-assign]
+    made.__init__ = checked  # type: ignore[method-assign, assignment]
     return made
 
 
@@ -89,9 +89,9 @@ class TrainConfig:
     max_grad_norm: float = 1.0  # gradient norm above which the gradient is scaled down
     weight_decay: float = 0.0
     max_completion_length: int | None = None  # dr_grpo's constant divisor, in tokens; None: longest row of the batch
-    importance_correction: Literal[
-        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = "sequence_mask"  # for the mismatch between sampler and trainer; raw values are always reported
+    importance_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "sequence_mask"  # for the mismatch between sampler and trainer; raw values are always reported
+    )
     importance_cap: float = 3.0  # ratio at which the correction truncates or masks
     max_tokens_per_pack: int | None = None  # distinct tokens in one forward pass; None: chosen from the device
     max_nonfinite_steps: int = 3  # stop after this many skipped steps in a row
@@ -122,6 +122,8 @@ class TrainConfig:
                 check_number(me, option, value, above=above, whole=whole)
         if self.lr_schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"{me}: lr_schedule={self.lr_schedule!r} needs total_steps=<number of steps of the run>")
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ConfigError(f"{me}: loss_type='cispo' needs epsilon_high=<cap of the ratio>, e.g. 5.0 (MiniMax-M1)")
         if self.delta is not None and self.loss_type == "cispo":
             raise ConfigError(f"{me}: delta does nothing with loss_type='cispo'; leave it out")
 
@@ -137,7 +139,7 @@ class TrainConfig:
         return rate * (1.0 - done) if self.lr_schedule == "linear" else rate * 0.5 * (1.0 + math.cos(math.pi * done))
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
+        return asdict(self)
 
 
 @config

@@ -296,9 +296,7 @@ class TrainableModel(Model):
         """Train by itself whenever `groups_per_step` groups of `group_size` scored trajectories are collected."""
         from .autotrain import AutoTrainer
 
-        return AutoTrainer(
-            self, groups_per_step=groups_per_step, group_size=group_size, config=config, on_step=on_step
-        )
+        return AutoTrainer(self, groups_per_step=groups_per_step, group_size=group_size, config=config, on_step=on_step)
 
     async def train_sft(
         self,
@@ -314,9 +312,7 @@ class TrainableModel(Model):
         backend = await self.ready()
         return await backend.get_step(self)
 
-    async def delete_checkpoints(
-        self, best_checkpoint_metric: str = "val/reward", *, keep_last: int = 1
-    ) -> list[int]:
+    async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward", *, keep_last: int = 1) -> list[int]:
         """Delete all checkpoints but the newest `keep_last` and the best by a metric of the history."""
         backend = await self.ready()
         steps = await backend.checkpoints(self)
@@ -342,5 +338,3 @@ def check_model_name(name: str) -> None:
 def as_groups(items: Iterable[Trajectory | TrajectoryGroup | BaseException]) -> list[TrajectoryGroup]:
     """Groups as they are; loose trajectories each become a group of one."""
     return [item if isinstance(item, TrajectoryGroup) else TrajectoryGroup([item]) for item in items]
-
-

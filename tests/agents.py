@@ -26,11 +26,15 @@ async def even_rollout(model: art.TrainableModel, prompt: str, seed: int, turns:
     return traj
 
 
-async def even_groups(model: art.TrainableModel, step: int, groups: int = 2, size: int = 4) -> list[art.TrajectoryGroup]:
+async def even_groups(
+    model: art.TrainableModel, step: int, groups: int = 2, size: int = 4
+) -> list[art.TrajectoryGroup]:
     """Gathered groups of `even_rollout`, the same for the same step and weights."""
     return await art.gather_trajectory_groups(
         (
-            art.TrajectoryGroup(even_rollout(model, f"scenario {g}", seed=1000 * step + 10 * g + i) for i in range(size))
+            art.TrajectoryGroup(
+                even_rollout(model, f"scenario {g}", seed=1000 * step + 10 * g + i) for i in range(size)
+            )
             for g in range(groups)
         ),
         pbar_desc=None,

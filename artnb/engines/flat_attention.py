@@ -3,7 +3,8 @@
 Rows that decode one token are computed together: a range of the pool that several rows read (a shared
 prefix) is multiplied once with all their queries, the rest is gathered into one padded batch, and one softmax
 runs over both. Query heads that share a key head are folded into the row axis, so keys are never repeated. Rows
-with several new tokens (prefill) run one by one. No sequences, no tokens: ranges of places only.
+with several new tokens (prefill) run one by one, and on CPU also long ones that share nothing. No sequences, no
+tokens: ranges of places only.
 
 Axes: K key heads, G query heads of each, B rows that decode, C score columns, D head width, S flat tokens.
 """
@@ -11,6 +12,7 @@ Axes: K key heads, G query heads of each, B rows that decode, C score columns, D
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,8 +24,8 @@ from .kv_pool import KVPool, Range
 
 SHARED_TOKENS = 16
 """A shorter range is gathered even if it is shared: two matrix products cost more than a few copied keys."""
-LONE_TOKENS = 96
-"""On CPU a range of one row is read in place from this length on; copying it costs more than two small products."""
+LONE_TOKENS = 128
+"""On CPU, where copying is what costs, keys of one row alone are read in place from this length on."""
 FOLD_TOKENS = 64
 """Prefill of up to this many tokens folds the query heads instead of repeating the keys for them."""
 
@@ -60,13 +62,13 @@ class _Decode(NamedTuple):
 
 
 class FlatAttend:
-    """An `artnb.attention.Attend`. The first rows decode (new == 1); like prefixes should stand side by side."""
+    """An `artnb.attention.Attend`. Rows with a common prefix should stand side by side."""
 
     def __init__(self, pool: KVPool, rows: Sequence[AttendRow], device: torch.device) -> None:
         self._pool = pool
         self._device = device
-        self._decoding = list(itertools.takewhile(lambda row: row.new == 1, rows))
-        self._prefilling = list(rows[len(self._decoding) :])
+        self._together, self._alone = _split(rows, device)
+        self._together_B = torch.tensor([at for at, _ in self._together], dtype=torch.long, device=device)
         self._places_S = torch.tensor([p for row in rows for p in row.places()], device=device)
         self._longest = max(sum(end - start for start, end in row.ranges) for row in rows)
         self._decode_plans: dict[int | None, _Decode] = {}
@@ -85,15 +87,16 @@ class FlatAttend:
         self._pool.write(layer, self._places_S, key_KSD, value_KSD)
         keys_KND, values_KND = self._pool.read(layer)
         window = sliding_window if sliding_window is not None and sliding_window < self._longest else None
-        out: list[torch.Tensor] = []
-        at = len(self._decoding)
-        if at:
-            out.append(self._decode(query_HSD[:, :at], keys_KND, values_KND, scaling, window))
-        for index, row in enumerate(self._prefilling):
+        if not self._alone:
+            return self._decode(query_HSD, keys_KND, values_KND, scaling, window)
+        out_SHD = query_HSD.new_empty(query_HSD.shape[1], query_HSD.shape[0], values_KND.shape[2])
+        if self._together:
+            query = query_HSD.index_select(1, self._together_B)
+            out_SHD[self._together_B] = self._decode(query, keys_KND, values_KND, scaling, window)
+        for at, row in self._alone:
             query = query_HSD[:, at : at + row.new]
-            out.append(self._prefill(index, row, query, keys_KND, values_KND, scaling, window))
-            at += row.new
-        return torch.cat(out) if len(out) > 1 else out[0]
+            out_SHD[at : at + row.new] = self._one(at, row, query, keys_KND, values_KND, scaling, window)
+        return out_SHD
 
     # Decode ----------------------------------------------------------------------------------------
 
@@ -140,7 +143,7 @@ class FlatAttend:
 
     def _plan(self, window: int | None) -> _Decode:
         """Which ranges are read in place and which places are gathered, for rows that see `window` tokens back."""
-        rows = [_last(row.ranges, window) for row in self._decoding]
+        rows = [_last(row.ranges, window) for _, row in self._together]
         spans: list[_Span] = []
         spanned = [0] * len(rows)  # columns of each row that spans hold
         rest: list[list[Range]] = [[] for _ in rows]
@@ -181,11 +184,11 @@ class FlatAttend:
         spans = [span._replace(column=span.column + gathered) for span in spans]
         return _Decode(columns, gathered, places.view(-1).to(self._device), hidden_B1C, spans)
 
-    # Prefill ---------------------------------------------------------------------------------------
+    # One row alone ---------------------------------------------------------------------------------
 
-    def _prefill(
+    def _one(
         self,
-        index: int,
+        at: int,
         row: AttendRow,
         query_HSD: torch.Tensor,
         keys_KND: torch.Tensor,
@@ -201,11 +204,11 @@ class FlatAttend:
         group = heads // kv
         causal = length == new and (window is None or window >= length)
         if new <= FOLD_TOKENS:
-            mask = self._mask(index, window, new, length, group, query_HSD.dtype)
+            mask = None if new == 1 else self._mask(at, window, new, length, group, query_HSD.dtype)
             folded = query_HSD.reshape(1, kv, group * new, width)
             out = F.scaled_dot_product_attention(folded, key_KLD[None], value_KLD[None], attn_mask=mask, scale=scale)
             return out.view(heads, new, -1).transpose(0, 1)
-        mask = None if causal else self._mask(index, window, new, length, 1, query_HSD.dtype)
+        mask = None if causal else self._mask(at, window, new, length, 1, query_HSD.dtype)
         if group > 1:
             key_KLD, value_KLD = key_KLD.repeat_interleave(group, 0), value_KLD.repeat_interleave(group, 0)
         out = F.scaled_dot_product_attention(
@@ -213,11 +216,9 @@ class FlatAttend:
         )
         return out[0].transpose(0, 1)
 
-    def _mask(
-        self, index: int, window: int | None, new: int, length: int, tiles: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _mask(self, at: int, window: int | None, new: int, length: int, tiles: int, dtype: torch.dtype) -> torch.Tensor:
         """[tiles * new, length]: 0 where query i (the i-th of the last `new` tokens) sees key j, -inf elsewhere."""
-        mask = self._masks.get((index, window, tiles))
+        mask = self._masks.get((at, window, tiles))
         if mask is None:
             query = torch.arange(length - new, length, device=self._device)[:, None]
             key = torch.arange(length, device=self._device)[None]
@@ -225,8 +226,26 @@ class FlatAttend:
             if window is not None:
                 hidden |= key <= query - window
             mask = torch.zeros(new, length, dtype=dtype, device=self._device).masked_fill_(hidden, float("-inf"))
-            mask = self._masks[index, window, tiles] = mask.repeat(tiles, 1)
+            mask = self._masks[at, window, tiles] = mask.repeat(tiles, 1)
         return mask
+
+
+def _split(
+    rows: Sequence[AttendRow], device: torch.device
+) -> tuple[list[tuple[int, AttendRow]], list[tuple[int, AttendRow]]]:
+    """Rows that are computed together, and those computed one by one; each with its first flat token."""
+    users = Counter(range_ for row in rows if row.new == 1 for range_ in row.ranges)
+    lone = LONE_TOKENS if device.type == "cpu" else None
+    together: list[tuple[int, AttendRow]] = []
+    alone: list[tuple[int, AttendRow]] = []
+    at = 0
+    for row in rows:
+        length = sum(end - start for start, end in row.ranges)
+        shares = any(users[start, end] > 1 and end - start >= SHARED_TOKENS for start, end in row.ranges)
+        by_itself = row.new > 1 or (lone is not None and length >= lone and not shares)
+        (alone if by_itself else together).append((at, row))
+        at += row.new
+    return together, alone
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

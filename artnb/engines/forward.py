@@ -81,7 +81,7 @@ class Forward:
         self.bytes_per_token = sum(probe.layers.values())
 
     def run(self, batch: Sequence[Work], pool: KVPool) -> list[tuple[int, float]]:
-        """Compute the batch (rows of one token first); returns token and log-prob for each work that samples.
+        """Compute the batch; returns token and log-prob for each work that samples.
 
         Call with the lock held and the adapter on.
         """

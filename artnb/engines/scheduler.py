@@ -126,7 +126,7 @@ class Scheduler:
             budget[sequence.adapter] = left - new
             row = AttendRow(sequence.ranges(sequence.done + new), new)
             batches.setdefault(sequence.adapter, []).append(Work(sequence, row))
-        return [_decode_first(batch) for batch in batches.values()]
+        return list(batches.values())
 
     def computed(self, work: Work) -> None:
         """The forward pass over `work` is through. Call before its sampled token is appended."""
@@ -254,7 +254,3 @@ def halves(batch: list[Work]) -> list[list[Work]]:
     work = batch[0]
     new = max(1, work.new // 2)
     return [[Work(work.sequence, AttendRow(work.sequence.ranges(work.sequence.done + new), new))]]
-
-
-def _decode_first(batch: list[Work]) -> list[Work]:
-    return sorted(batch, key=lambda work: work.new > 1)

@@ -158,7 +158,9 @@ class LocalBackend:
     ) -> TrainResult:
         """One GRPO step; see `Backend.train`. A batch without signal is a step, too: its result says why."""
         if config is not None and options:
-            raise ConfigError(f"train: give either config=TrainConfig(...) or single options, not both: {list(options)}")
+            raise ConfigError(
+                f"train: give either config=TrainConfig(...) or single options, not both: {list(options)}"
+            )
         chosen = config or TrainConfig(**options)
         if not isinstance(chosen, TrainConfig):
             raise ConfigError(f"train: config must be an art.TrainConfig, not {type(chosen).__name__}")

@@ -77,7 +77,9 @@ class ServedBase:
     async def _load_older(self, trained: TrainedModel, ref: AdapterRef) -> None:
         if ref not in self._older:
             if ref.step not in trained.store.steps():
-                raise AdapterNotFoundError(f"{trained.name} has no checkpoint {ref.step}; it has {trained.store.steps()}")
+                raise AdapterNotFoundError(
+                    f"{trained.name} has no checkpoint {ref.step}; it has {trained.store.steps()}"
+                )
             await self.engine.load_adapter(ref, trained.store.path(ref.step))
         self._older[ref] = None
         self._older.move_to_end(ref)

@@ -79,7 +79,9 @@ class TrainedModel:
             try:
                 known = json.loads(path.read_text())
             except ValueError as error:
-                raise CheckpointError(f"{path} is not JSON ({error}); the folder is not artnb's or is damaged") from error
+                raise CheckpointError(
+                    f"{path} is not JSON ({error}); the folder is not artnb's or is damaged"
+                ) from error
             for key in ("base_model", "lora"):
                 if known.get(key) != mine[key]:
                     raise ConfigError(
@@ -196,6 +198,7 @@ async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config:
     """One GRPO step of `trained` on `groups`. Cancelling it leaves the model at its last complete step."""
     base = trained.served()
     async with trained.turn():
+        trained.store.check_free(trained.step + 1)
         batch = rows_from_groups(groups, config, max_row_tokens=base.engine.context_length)
         result = TrainResult(step=trained.step + 1, metrics=dict(batch.metrics), notes=list(batch.notes))
         result.reasons = Counter(str(reason) for reason in batch.group_reasons.values())
@@ -221,12 +224,15 @@ async def run_sft_step(trained: TrainedModel, trajectories: list[Trajectory], co
     if not trajectories:
         raise ConfigError("train_sft: no trajectories were given")
     async with trained.turn():
+        trained.store.check_free(trained.step + 1)
         batch = sft_rows(trajectories, base.chat, max_row_tokens=base.engine.context_length)
         result = TrainResult(step=trained.step + 1, metrics=dict(batch.metrics), notes=list(batch.notes))
         result.reasons = Counter({str(reason): n for reason, n in batch.trajectory_reasons.items()})
         size = 2 if config.batch_size == "auto" else config.batch_size
-        batches = [RowBatch(rows=batch.rows[i : i + size]) for i in range(0, len(batch.rows), size)] * config.epochs
-        rates = config.learning_rate if isinstance(config.learning_rate, list) else [config.learning_rate] * len(batches)
+        batches = _by_trajectory(batch, size) * config.epochs
+        rates = (
+            config.learning_rate if isinstance(config.learning_rate, list) else [config.learning_rate] * len(batches)
+        )
         if len(rates) != len(batches):
             raise ConfigError(f"train_sft: {len(rates)} learning rates for {len(batches)} batches")
         trainer = trained.trainer
@@ -251,6 +257,13 @@ async def run_sft_step(trained: TrainedModel, trajectories: list[Trajectory], co
             result.notes.insert(0, explain(batch))
             print(f"artnb: step {result.step}: {result.notes[0]}", flush=True)
         return await trained.commit(result, [TrajectoryGroup([t]) for t in trajectories], "sft")
+
+
+def _by_trajectory(batch: RowBatch, size: int) -> list[RowBatch]:
+    """The rows of `size` trajectories at a time; a template that rewrites history gives a trajectory several rows."""
+    trajectories = list(dict.fromkeys((row.group, row.trajectory) for row in batch.rows))
+    parts = [set(trajectories[i : i + size]) for i in range(0, len(trajectories), size)]
+    return [RowBatch(rows=[r for r in batch.rows if (r.group, r.trajectory) in part]) for part in parts]
 
 
 def _progress(bar: Progress | None, stop: threading.Event) -> Callable[..., None]:
@@ -279,4 +292,3 @@ async def _in_worker(work: Callable[[threading.Event], T]) -> T:
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, StepInterrupted):
             raise error from None
         raise
-
