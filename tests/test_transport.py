@@ -149,9 +149,9 @@ async def test_an_app_that_never_looks_for_a_disconnect_is_cancelled_too():
         finally:
             ended.append(True)
 
-    async with client_library().AsyncClient(transport=InProcessTransport(deaf)) as client:
-        async with client.stream("GET", "http://x/") as response:
-            assert await anext(response.aiter_bytes()) == b"first"
+    client = client_library().AsyncClient(transport=InProcessTransport(deaf))
+    async with client, client.stream("GET", "http://x/") as response:
+        assert await anext(response.aiter_bytes()) == b"first"
     assert ended == [True]
 
 
