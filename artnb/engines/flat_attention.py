@@ -72,6 +72,7 @@ class FlatAttend:
         self._places_S = torch.tensor([p for row in rows for p in row.places()], device=device)
         self._longest = max(sum(end - start for start, end in row.ranges) for row in rows)
         self._decode_plans: dict[int | None, _Decode] = {}
+        self._kept: dict[tuple[int, int | None], list[Range]] = {}
         self._masks: dict[tuple[int, int | None, int], torch.Tensor] = {}
 
     def __call__(
@@ -196,7 +197,10 @@ class FlatAttend:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        ranges = _last(row.ranges, None if window is None else window + row.new - 1)
+        ranges = self._kept.get((at, window))
+        if ranges is None:
+            ranges = _touching(_last(row.ranges, None if window is None else window + row.new - 1))
+            self._kept[at, window] = ranges
         key_KLD = _joined(keys_KND, ranges)
         value_KLD = _joined(values_KND, ranges)
         heads, new, width = query_HSD.shape
@@ -271,13 +275,18 @@ def _last(ranges: tuple[Range, ...], count: int | None) -> tuple[Range, ...]:
     return tuple(kept)
 
 
-def _joined(tensor_KND: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
-    """The places of `ranges`, one after the other; a view if there is but one range (or they touch)."""
-    touching = [list(ranges[0])]
+def _touching(ranges: Sequence[Range]) -> list[Range]:
+    """The same places in fewer ranges: those that touch become one."""
+    merged = [ranges[0]]
     for start, end in ranges[1:]:
-        if start == touching[-1][1]:
-            touching[-1][1] = end
+        if start == merged[-1][1]:
+            merged[-1] = (merged[-1][0], end)
         else:
-            touching.append([start, end])
-    parts = [tensor_KND[:, start:end] for start, end in touching]
+            merged.append((start, end))
+    return merged
+
+
+def _joined(tensor_KND: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+    """The places of `ranges`, one after the other; a view if there is but one range."""
+    parts = [tensor_KND[:, start:end] for start, end in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
