@@ -8,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import errno
+import json
 import socket
 import threading
+from typing import Any
 
 import uvicorn
 
 from ..backend import ASGIApp
 from ..capture import add_server, remove_server
 from ..errors import ConfigError
+from .completion import send_json
+from .protocol import error_body
 
 BACKLOG = 4096
 """Connections that may wait to be accepted; 2,000 rollouts open theirs at once."""
@@ -60,8 +64,9 @@ class Server:
                 return
             listener = self._bind()
             config = uvicorn.Config(
-                self._app,
+                _until_closed(self._app),
                 log_config=None,
+                proxy_headers=False,
                 access_log=False,
                 loop="asyncio",
                 lifespan="off",
@@ -128,6 +133,28 @@ class Server:
 
     def __repr__(self) -> str:
         return f"<Server {self.url}>" if self._address is not None else "<Server, not running>"
+
+
+def _until_closed(app: ASGIApp) -> ASGIApp:
+    """The app, whose requests end with an error that says why when the closing server cancels them."""
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        started = False
+
+        async def sending(message: Any) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await app(scope, receive, sending)
+        except asyncio.CancelledError:
+            # Nobody but uvicorn cancels here, in a task of its own that ends with this.
+            if not started:
+                text = "the endpoint was closed while the request ran"
+                await send_json(send, 503, json.dumps(error_body(text, "server_error", None, "endpoint_closed")))
+
+    return guarded
 
 
 class _Uvicorn(uvicorn.Server):
