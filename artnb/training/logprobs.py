@@ -72,14 +72,14 @@ def _chunk(
     logits_CV = head(hidden_CD)
     if not bool((temperature_C == 1.0).all()):
         logits_CV = logits_CV / temperature_C.unsqueeze(1)
-    total_C = logits_CV.logsumexp(-1)
-    logp_E = logits_CV[unit_E, target_E] - total_C[unit_E]
+    logp_CV = logits_CV.log_softmax(-1)
+    del logits_CV
+    logp_E = logp_CV[unit_E, target_E]
     if not entropy:
-        return logp_E, torch.zeros_like(total_C)
+        return logp_E, logp_CV.new_zeros(len(logp_CV))
     # Last, because the recomputation of a checkpoint ends with the last tensor that the backward pass needs.
     with torch.set_grad_enabled(entropy_grad):
-        share_CV = (logits_CV - total_C.unsqueeze(1)).exp()
-        return logp_E, total_C - (share_CV * logits_CV).sum(-1)
+        return logp_E, -torch.linalg.vecdot(logp_CV.exp(), logp_CV)
 
 
 def gather_logprobs(
