@@ -63,7 +63,8 @@ class ChatCompletions:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
-            if not work.done():
+            # Servers report a disconnect after a complete response, too.
+            if not work.done() and not reply.complete:
                 work.cancel()
                 reply.status = CLIENT_GONE
             await asyncio.wait((work, gone))
@@ -237,9 +238,10 @@ class _Reply:
     send: Any
     status: int = 0
     streaming: bool = False
+    complete: bool = False
 
     async def send_json(self, status: int, text: str) -> None:
-        self.status = status
+        self.status, self.complete = status, True
         await send_json(self.send, status, text)
 
     async def send_events(self, events: Any) -> None:
@@ -251,6 +253,7 @@ class _Reply:
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end_events(self) -> None:
+        self.complete = True
         await self.send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def fail(self, status: int, payload: dict[str, Any]) -> None:
