@@ -94,6 +94,7 @@ class TrainConfig:
     )
     importance_cap: float = 3.0  # ratio at which the correction truncates or masks
     max_tokens_per_pack: int | None = None  # distinct tokens in one forward pass; None: chosen from the device
+    max_mismatch_kl: float = 1.0  # nats per token between sampler and trainer; three steps in a row above it stop the run
     max_nonfinite_steps: int = 3  # stop after this many skipped steps in a row
 
     def __post_init__(self) -> None:
@@ -113,6 +114,7 @@ class TrainConfig:
         check_number(me, "weight_decay", self.weight_decay, low=0.0)
         check_choice(me, "importance_correction", self.importance_correction, CORRECTIONS)
         check_number(me, "importance_cap", self.importance_cap, above=0.0)
+        check_number(me, "max_mismatch_kl", self.max_mismatch_kl, above=0.0)
         check_number(me, "max_nonfinite_steps", self.max_nonfinite_steps, low=1, whole=True)
         for option, above in (
             ("epsilon_high", 0), ("delta", 0), ("max_completion_length", 0), ("max_tokens_per_pack", 0), ("total_steps", 0)

@@ -25,12 +25,13 @@ from ..backend import TrainResult
 from ..capture import Collector
 from ..config import LoraConfig, TrainConfig, TrainSFTConfig
 from ..engines.base import AdapterRef
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, TrainError
 from ..notebook.progress import Progress
 from ..tracking.history import History
 from ..tracking.summary import summarize
 from ..training.checkpoints import CheckpointStore
-from ..training.rows import explain, rows_from_groups
+from ..training.explain import cut_short, explain
+from ..training.rows import rows_from_groups
 from ..training.sft import sft_rows
 from ..training.trainer import Trainer
 from ..training.types import RowBatch
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OPTIMIZER_FILE = "optimizer.pt"
+MISMATCHED_STEPS = 3
+"""A run stops after so many steps in a row beyond `max_mismatch_kl`."""
 
 
 class StepInterrupted(BaseException):
@@ -67,6 +70,8 @@ class TrainedModel:
         self.step = 0
         self.base: ServedBase | None = None
         self.trainer: Trainer | None = None
+        self.warned_cut = False
+        self._mismatched = 0  # steps in a row whose sampler and trainer disagreed
         self._turn = threading.Lock()
 
     # Coming and going ----------------------------------------------------------------------------
@@ -164,6 +169,26 @@ class TrainedModel:
 
         return self.store.save(step, write, {"metrics": metrics, "model": self.name, "base_model": self.base_model})
 
+    def check_mismatch(self, result: TrainResult, config: TrainConfig) -> None:
+        """Stop a run whose rollouts no longer come from the policy that is trained. The step itself is kept.
+
+        Reported by people whose reward collapses late: https://github.com/PrimeIntellect-ai/prime-rl/issues/964
+        """
+        kl = result.metrics.get("mismatch_k3", 0.0)
+        self._mismatched = self._mismatched + 1 if kl > config.max_mismatch_kl else 0
+        if self._mismatched >= MISMATCHED_STEPS:
+            self._mismatched = 0
+            frame = self.history.metrics()
+            column = "val/reward" if "val/reward" in frame and frame["val/reward"].notna().any() else "train/reward"
+            best = int(frame.loc[frame[column].idxmax(), "step"])
+            raise TrainError(
+                f"step {result.step}: for {MISMATCHED_STEPS} steps in a row the sampler's and the trainer's log-probs "
+                f"differed by a KL of more than max_mismatch_kl={config.max_mismatch_kl} (now {kl:.3g} nats a token): "
+                "the rollouts are not this policy's. Train on fresh rollouts, with a lower learning rate; the best "
+                f"{column} so far was at step {best}",
+                phase="check",
+            )
+
     def undo(self) -> None:
         """Put the trainer back to the newest checkpoint, after a step that was trained but could not be kept."""
         trainer, path = self.trainer, self.store.path(self.step)
@@ -214,8 +239,14 @@ async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config:
         else:
             result.trained = False
             result.notes.insert(0, explain(batch))
-            print(f"artnb: step {result.step}: {result.notes[0]}", flush=True)
-        return await trained.commit(result, groups, "train")
+        if batch.group_reasons or not batch.rows:
+            print(f"artnb: step {result.step}: {explain(batch)}", flush=True)
+        for warning in cut_short(batch) if not trained.warned_cut else []:
+            trained.warned_cut = True
+            print(f"artnb: step {result.step}: {warning}", flush=True)
+        result = await trained.commit(result, groups, "train")
+        trained.check_mismatch(result, config)
+        return result
 
 
 async def run_sft_step(trained: TrainedModel, trajectories: list[Trajectory], config: TrainSFTConfig) -> TrainResult:
