@@ -27,6 +27,15 @@ def test_ranges_are_contiguous_and_merge_again() -> None:
     assert pool.allocate(100) == [(0, 100)]
 
 
+def test_what_continues_a_range_is_put_right_after_it() -> None:
+    pool = KVPool(100)
+    pool.allocate(60)
+    pool.free(0, 10)
+    pool.free(30, 40)
+    assert pool.allocate(5, after=30) == [(30, 35)]
+    assert pool.allocate(6, after=35) == [(0, 6)], "not enough room there: the first gap that is long enough"
+
+
 def test_freeing_twice_is_an_error() -> None:
     pool = KVPool(10)
     pool.allocate(6)

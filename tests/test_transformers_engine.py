@@ -1,41 +1,30 @@
-"""The embedded engine on tiny random models: what it says is what a plain forward pass says, whoever else is there."""
+"""The embedded engine says what a plain forward pass says, whoever else is there."""
 
 import asyncio
-import contextlib
-import gc
-import random
-import threading
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCAB, make_model
+from embedded_engine import (
+    ANSWER,
+    GREEDY,
+    ONE,
+    TWO,
+    ask,
+    greedy_alone,
+    load,
+    make_adapters,
+    make_prompts,
+    plain_logprobs,
+    running,
+)
+from tiny_models import make_model
 
 from artnb.config import LoraConfig
-from artnb.engines import scheduler
 from artnb.engines.base import AdapterRef, SamplingParams
-from artnb.engines.transformers import TransformersEngine
-from artnb.errors import (
-    AdapterNotFoundError,
-    CheckpointError,
-    ContextLengthError,
-    EngineClosedError,
-    EngineError,
-    ModelError,
-    RequestError,
-)
+from artnb.errors import AdapterNotFoundError, CheckpointError
 from artnb.training.policy import Policy, load_policy
-
-ANSWER = 12
-GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0)
-ONE, TWO = AdapterRef("agent", 1), AdapterRef("agent", 2)
-Answer = tuple[list[int], list[float], str]
-
-
-def load(kind: str, folder: Path) -> Policy:
-    return load_policy(make_model(kind, folder), lora=LoraConfig(r=4), device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -50,73 +39,7 @@ def policy(policies: dict[str, Policy]) -> Policy:
 
 @pytest.fixture(scope="module")
 def adapters(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> dict[AdapterRef, Path]:
-    """Two adapter folders that differ clearly from the base and from each other."""
-    folders = {}
-    for ref in (ONE, TWO):
-        policy.add_adapter("made")
-        rng = torch.Generator().manual_seed(ref.step)
-        with torch.no_grad():
-            for weight in policy.adapter_parameters("made").values():
-                weight.copy_(torch.randn(weight.shape, generator=rng) * 0.3)
-        folders[ref] = tmp_path_factory.mktemp("adapter") / str(ref)
-        policy.save_adapter("made", folders[ref])
-        policy.drop_adapter("made")
-    return folders
-
-
-def make_engine(policy: Policy, **options: Any) -> TransformersEngine:
-    return TransformersEngine(policy, **{"eos_token_ids": [], "context_length": 512, **options})
-
-
-@contextlib.asynccontextmanager
-async def running(policy: Policy, **options: Any) -> AsyncIterator[TransformersEngine]:
-    engine = make_engine(policy, **options)
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-async def ask(
-    engine: TransformersEngine, prompt: list[int], params: SamplingParams = GREEDY, adapter: AdapterRef | None = None
-) -> Answer:
-    ids: list[int] = []
-    logprobs: list[float] = []
-    reason = ""
-    async for chunk in engine.generate(prompt, params, adapter):
-        assert not reason, "a chunk after the last one"
-        ids += chunk.token_ids
-        logprobs += chunk.logprobs
-        reason = chunk.finish_reason or ""
-    return ids, logprobs, reason
-
-
-def make_prompts(count: int, seed: int = 0, shared: int = 60) -> list[list[int]]:
-    """Half of them share a prefix."""
-    rng = random.Random(seed)
-    prefix = [rng.randrange(VOCAB) for _ in range(shared)]
-    return [(prefix if i % 2 else []) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for i in range(count)]
-
-
-def plain_logprobs(policy: Policy, prompt: list[int], answer: list[int], temperature: float = 1.0) -> list[float]:
-    with torch.no_grad():
-        logits = policy.base(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0]
-    logp = torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
-    return logp[range(len(answer)), answer].tolist()
-
-
-def greedy_alone(policy: Policy, prompt: list[int], tokens: int, adapter: str | None = None) -> list[int]:
-    ids = torch.tensor([prompt])
-    with policy.using(adapter), torch.no_grad():
-        out = policy.base.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return out[0, len(prompt) :].tolist()
+    return make_adapters(policy, tmp_path_factory.mktemp("adapters"))
 
 
 # What it says -------------------------------------------------------------------------------------
@@ -306,279 +229,20 @@ async def test_an_adapter_that_does_not_load_leaves_the_engine_as_it_was(policy:
         assert len((await ask(engine, [1, 2, 3]))[0]) == ANSWER
 
 
-# Endings ------------------------------------------------------------------------------------------
-
-
-async def test_stop_tokens_and_limits(policy: Policy) -> None:
-    prompt = make_prompts(1)[0]
-    full = greedy_alone(policy, prompt, 24)
-    end = full[5]
-    upto = full[: full.index(end) + 1]
-    async with running(policy, eos_token_ids=[end], context_length=len(prompt) + 10) as engine:
-        ids, logprobs, reason = await ask(engine, prompt)
-        assert (ids, reason, len(logprobs)) == (upto, "stop", len(upto))
-        ignoring = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
-        assert (await ask(engine, prompt, ignoring))[::2] == (full[:10], "length"), "clamped to the context"
-        own = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, stop_token_ids=(full[2],))
-        assert (await ask(engine, prompt, own))[0] == full[: full.index(full[2]) + 1]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "error"),
-    [([], RequestError), ([VOCAB], RequestError), ([-1], RequestError), ([1] * 64, ContextLengthError)],
-)
-async def test_prompts_that_cannot_be(policy: Policy, prompt: list[int], error: type[Exception]) -> None:
-    async with running(policy, context_length=64) as engine:
-        with pytest.raises(error):
-            await ask(engine, prompt)
-        assert len((await ask(engine, [1] * 63))[0]) == 1
-        assert engine.stats().requests == 1
-
-
-async def test_closing_the_generator_cancels_and_frees(policy: Policy) -> None:
-    async with running(policy) as engine:
-        streams = [engine.generate([i, 2, 3], SamplingParams(max_tokens=400)) for i in range(8)]
-        for stream in streams:
-            await anext(stream)
-        assert engine.stats().running == 8
-        for stream in streams[1:]:
-            await stream.aclose()
-        while engine.stats().running > 1:
-            await asyncio.sleep(0.001)
-        task = asyncio.create_task(ask(engine, [1, 2], SamplingParams(max_tokens=400)))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await streams[0].aclose()
-        await ask(engine, [5], SamplingParams(max_tokens=1))
-        assert engine.stats().running == engine.stats().waiting == 0
-        await engine.sleep()  # with nothing under way the cache goes, too
-        assert engine.stats().extra["kv_tokens_used"] == engine.stats().extra["kv_bytes"] == 0
-
-
-async def test_a_cancelled_leader_leaves_its_prefix_to_the_followers(policy: Policy) -> None:
-    prompt = [i % VOCAB for i in range(400)]
-    async with running(policy, max_batch_tokens=64) as engine:
-        leader = asyncio.create_task(ask(engine, prompt))
-        followers = [asyncio.create_task(ask(engine, [*prompt[:300], i])) for i in range(3)]
-        while engine.stats().running < 4:
-            await asyncio.sleep(0)
-        leader.cancel()
-        answers = await asyncio.gather(*followers)
-    for i, (ids, _, _) in enumerate(answers):
-        assert ids == greedy_alone(policy, [*prompt[:300], i], ANSWER)
-
-
-async def test_sleep_stops_between_tokens_and_wake_goes_on(policy: Policy) -> None:
-    params = SamplingParams(max_tokens=40, temperature=0)
-    prompts = make_prompts(6)
-    async with running(policy) as engine:
-        tasks = [asyncio.create_task(ask(engine, prompt, params)) for prompt in prompts]
-        while engine.stats().generated_tokens < 20:
-            await asyncio.sleep(0.001)
-        for _ in range(2):
-            await engine.sleep()
-        assert engine.state == "asleep"
-        made = engine.stats().generated_tokens
-        late = asyncio.create_task(ask(engine, prompts[0], params))
-        await asyncio.sleep(0.05)
-        assert engine.stats().generated_tokens == made and not late.done()
-        assert policy.lock.acquire(blocking=False), "asleep, the engine leaves the model alone"
-        policy.lock.release()
-        for _ in range(2):
-            await engine.wake()
-        answers = await asyncio.gather(*tasks, late)
-        assert engine.state == "awake"
-    assert [ids for ids, _, _ in answers[:-1]] == [greedy_alone(policy, prompt, 40) for prompt in prompts]
-    assert answers[-1][0] == answers[0][0]
-
-
-async def test_adapters_come_and_go_while_it_sleeps(policy: Policy, adapters: dict[AdapterRef, Path]) -> None:
-    async with running(policy) as engine:
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_on_cuda(adapters: dict[AdapterRef, Path], tmp_path: Path, dtype: str) -> None:
+    policy = load_policy(make_model("llama", tmp_path / "base"), lora=LoraConfig(r=4), device="cuda", dtype=dtype)
+    prompts = make_prompts(40)
+    async with running(policy, max_batch_tokens=128) as engine:
         await engine.load_adapter(ONE, adapters[ONE])
-        for _ in range(5):
-            await engine.sleep()
-            await engine.load_adapter(TWO, adapters[TWO])
-            await engine.drop_adapter(TWO)
-            await engine.wake()
-        base, one = await ask(engine, [4, 5]), await ask(engine, [4, 5], GREEDY, ONE)
-        assert base[0] != one[0] and base[0] == greedy_alone(policy, [4, 5], ANSWER)
-        assert len(policy.adapters()) == 1
+        asked = [(prompt, ref) for prompt in prompts for ref in (None, ONE)]
+        params = SamplingParams(max_tokens=ANSWER, temperature=0.8, top_p=0.9, seed=1)
+        answers = await asyncio.gather(*(ask(engine, prompt, params, ref) for prompt, ref in asked))
         await engine.drop_adapter(ONE)
-
-
-async def test_a_small_pool_serves_many(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = make_prompts(200, shared=30)
-    params = SamplingParams(max_tokens=20, temperature=0)
-    monkeypatch.setattr(scheduler, "TAIL_TOKENS", 4)
-    async with running(policy, kv_tokens=300, max_running=16) as engine:
-        assert engine.context_length == 300
-        answers = await asyncio.gather(*(ask(engine, prompt, params) for prompt in prompts))
-        assert engine.stats().extra["preemptions"] > 0
-    assert all(reason == "length" and len(ids) == 20 for ids, _, reason in answers)
-    for prompt, (ids, _, _) in list(zip(prompts, answers, strict=True))[::25]:
-        assert ids == greedy_alone(policy, prompt, 20)
-
-
-async def test_close_ends_running_requests_and_refuses_later_ones(policy: Policy) -> None:
-    engine = make_engine(policy, max_running=2)
-    tasks = [asyncio.create_task(ask(engine, [i, 1], SamplingParams(max_tokens=500))) for i in range(5)]
-    while engine.stats().generated_tokens < 4:
-        await asyncio.sleep(0.001)
-    await engine.close()
-    await engine.close()
-    answers = await asyncio.gather(*tasks)
-    assert [reason for _, _, reason in answers] == ["abort"] * 5
-    assert engine.state == "closed"
-    with pytest.raises(EngineClosedError):
-        await ask(engine, [1])
-    await engine.sleep()
-    await engine.wake()
-    assert engine.state == "closed"
-
-
-async def test_close_while_asleep(policy: Policy) -> None:
-    engine = make_engine(policy)
-    await engine.sleep()
-    task = asyncio.create_task(ask(engine, [1, 2]))
-    await asyncio.sleep(0)
-    await engine.close()
-    assert (await task)[2] == "abort"
-
-
-# Faults -------------------------------------------------------------------------------------------
-
-
-async def test_a_failing_forward_pass_fails_only_its_requests(policy: Policy, adapters: dict[AdapterRef, Path]) -> None:
-    async with running(policy) as engine:
-        await engine.load_adapter(ONE, adapters[ONE])
-        run = engine._forward.run
-
-        def failing(batch: Any, pool: Any) -> Any:
-            if batch[0].sequence.adapter is not None and batch[0].sequence.sampled == 3:
-                raise RuntimeError("a kernel broke")
-            return run(batch, pool)
-
-        engine._forward.run = failing  # type: ignore[method-assign]
-        good = [ask(engine, prompt) for prompt in make_prompts(4)]
-        bad = [ask(engine, prompt, GREEDY, ONE) for prompt in make_prompts(4)]
-        answers = await asyncio.gather(*good, *bad, return_exceptions=True)
-        for prompt, answer in zip(make_prompts(4), answers[:4], strict=True):
-            assert not isinstance(answer, BaseException) and answer[0] == greedy_alone(policy, prompt, ANSWER)
-        for answer in answers[4:]:
-            assert isinstance(answer, EngineError) and "RuntimeError: a kernel broke" in str(answer)
-        engine._forward.run = run  # type: ignore[method-assign]
-        assert len((await ask(engine, [1, 2], GREEDY, ONE))[0]) == ANSWER, "the engine lives on"
-        await engine.drop_adapter(ONE)
-
-
-async def test_out_of_memory_is_tried_again_in_halves(policy: Policy) -> None:
-    async with running(policy) as engine:
-        run = engine._forward.run
-        failures = 0
-
-        def short_of_memory(batch: Any, pool: Any) -> Any:
-            nonlocal failures
-            if sum(work.new for work in batch) > 40:
-                failures += 1
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return run(batch, pool)
-
-        engine._forward.run = short_of_memory  # type: ignore[method-assign]
-        prompts = [[i] * 30 for i in range(1, 3)] + [[9] * 70]
-        for prompt in prompts:
-            assert (await ask(engine, prompt))[0] == greedy_alone(policy, prompt, ANSWER)
-        assert failures == 1
-        with pytest.raises(EngineError, match="out of memory"):
-            await ask(engine, [8] * 200)
-        assert len((await ask(engine, [1, 2]))[0]) == ANSWER
-
-
-async def test_a_fault_of_its_own_does_not_stop_the_engine(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(policy) as engine:
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._scheduler, "next", lambda: 1 / 0)
-            with pytest.raises(EngineError, match="ZeroDivisionError"):
-                await ask(engine, [1, 2])
-        assert len((await ask(engine, [1, 2]))[0]) == ANSWER
-
-
-async def test_a_dead_event_loop_does_not_hold_places(policy: Policy) -> None:
-    engine = make_engine(policy)
-
-    def abandoned() -> None:
-        loop = asyncio.new_event_loop()
-        stream = engine.generate([1, 2], SamplingParams(max_tokens=500))
-        loop.run_until_complete(anext(stream))
-        loop.close()
-
-    await asyncio.to_thread(abandoned)
-    gc.collect()
-    while engine.stats().running:
-        await asyncio.sleep(0.001)
-    assert len((await ask(engine, [1, 2]))[0]) == ANSWER
-    await engine.close()
-
-
-def test_requests_from_two_loops_in_threads(policy: Policy) -> None:
-    engine = make_engine(policy)
-    prompts = make_prompts(10)
-    answers: dict[int, list[Answer]] = {}
-
-    async def session() -> list[Answer]:
-        return await asyncio.gather(*(ask(engine, prompt) for prompt in prompts))
-
-    def work(number: int) -> None:
-        answers[number] = asyncio.run(session())
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [ids for ids, _, _ in answers[0]] == [ids for ids, _, _ in answers[1]]
-    assert answers[0][3][0] == greedy_alone(policy, prompts[3], ANSWER)
-    asyncio.run(engine.close())
-
-
-async def test_a_trainer_gets_the_lock_while_the_engine_is_busy(policy: Policy) -> None:
-    async with running(policy) as engine:
-        tasks = [asyncio.create_task(ask(engine, [i, 1], SamplingParams(max_tokens=400))) for i in range(4)]
-        while not engine.stats().generated_tokens:
-            await asyncio.sleep(0.001)
-
-        def train() -> int:
-            for _ in range(3):
-                with policy.lock:
-                    made = engine.stats().generated_tokens
-            return made
-
-        assert await asyncio.to_thread(train) < 600
-        await asyncio.gather(*tasks)
-
-
-async def test_training_mode_and_gradients_are_left_alone(policy: Policy) -> None:
-    async with running(policy) as engine:
-        policy.model.train()
-        before = [(name, p.requires_grad) for name, p in policy.model.named_parameters()]
-        ids, _, _ = await ask(engine, [1, 2, 3])
-        assert policy.model.training
-        assert before == [(name, p.requires_grad) for name, p in policy.model.named_parameters()]
-        policy.model.eval()
-        assert ids == greedy_alone(policy, [1, 2, 3], ANSWER)
-        assert not any(p.is_inference() for p in policy.model.parameters())
-        assert not any(b.is_inference() for b in policy.model.buffers())
-
-
-@pytest.fixture
-def odd_policy(policy: Policy) -> Iterator[Policy]:
-    config = policy.base.config
-    kept, config.layer_types = getattr(config, "layer_types", None), ["linear_attention"] * 3
-    yield policy
-    config.layer_types = kept
-
-
-def test_a_model_that_it_cannot_run_is_refused_at_the_start(odd_policy: Policy) -> None:
-    with pytest.raises(ModelError, match="linear_attention"):
-        make_engine(odd_policy)
+        policy.load_adapter("check", adapters[ONE])
+        for (prompt, ref), (ids, logprobs, _) in zip(asked, answers, strict=True):
+            with policy.using(ref and "check"), torch.no_grad():
+                logits = policy.base(input_ids=torch.tensor([prompt + ids], device="cuda")).logits[0].float()
+            wanted = torch.log_softmax(logits / 0.8, -1)[len(prompt) - 1 : -1][range(len(ids)), ids]
+            assert logprobs == pytest.approx(wanted.tolist(), abs=1e-4 if dtype == "float32" else 0.3)

@@ -39,8 +39,7 @@ class AttendRow:
 
     def places(self) -> list[int]:
         """Where the new tokens' keys and values go."""
-        skip = sum(end - start for start, end in self.ranges) - self.new
-        return list(itertools.islice(itertools.chain.from_iterable(itertools.starmap(range, self.ranges)), skip, None))
+        return list(itertools.chain.from_iterable(itertools.starmap(range, _last(self.ranges, self.new))))
 
 
 class _Span(NamedTuple):
@@ -158,9 +157,7 @@ class FlatAttend:
                     while last < len(rows) and rows[last][: depth + 1] == head:
                         last += 1
                     start, end = head[-1]
-                    if end - start >= SHARED_TOKENS and (
-                        last - first > 1 or (lone is not None and end - start >= lone)
-                    ):
+                    if end - start >= SHARED_TOKENS and last - first > 1:
                         spans.append(_Span(first, last, start, end, spanned[first]))
                         for row in range(first, last):
                             spanned[row] += end - start
@@ -168,6 +165,14 @@ class FlatAttend:
                         for row in range(first, last):
                             rest[row].append((start, end))
                 first = last
+        for row, ranges in enumerate(rest):
+            rest[row] = []
+            for start, end in _touching(ranges):
+                if lone is not None and end - start >= lone:
+                    spans.append(_Span(row, row + 1, start, end, spanned[row]))
+                    spanned[row] += end - start
+                else:
+                    rest[row].append((start, end))
         near = [sum(end - start for start, end in ranges) for ranges in rest]
         gathered = max(near)
         columns = gathered + max(spanned)
@@ -277,9 +282,9 @@ def _last(ranges: tuple[Range, ...], count: int | None) -> tuple[Range, ...]:
 
 def _touching(ranges: Sequence[Range]) -> list[Range]:
     """The same places in fewer ranges: those that touch become one."""
-    merged = [ranges[0]]
-    for start, end in ranges[1:]:
-        if start == merged[-1][1]:
+    merged: list[Range] = []
+    for start, end in ranges:
+        if merged and start == merged[-1][1]:
             merged[-1] = (merged[-1][0], end)
         else:
             merged.append((start, end))

@@ -33,14 +33,18 @@ class KVPool:
 
     # Ranges ----------------------------------------------------------------------------------------
 
-    def allocate(self, tokens: int) -> list[Range] | None:
-        """Ranges of `tokens` places in all: one where the pool has a gap that long, else several. None: not enough."""
+    def allocate(self, tokens: int, after: int = -1) -> list[Range] | None:
+        """Ranges of `tokens` places in all: one where the pool has a gap that long, else several. None: not enough.
+
+        Best right after place `after`: what continues a sequence is then read together with it.
+        """
         if tokens > self.free_tokens:
             return None
         taken: list[Range] = []
         rest = tokens
         while rest:
-            at = next((i for i, (start, end) in enumerate(self._free) if end - start >= rest), None)
+            gaps = [i for i, (start, end) in enumerate(self._free) if end - start >= rest]
+            at = next((i for i in gaps if self._free[i][0] == after), gaps[0] if gaps else None)
             if at is None:  # no gap is long enough: take the longest and go on
                 at = max(range(len(self._free)), key=lambda i: self._free[i][1] - self._free[i][0])
             start, end = self._free[at]

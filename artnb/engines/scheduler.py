@@ -157,7 +157,7 @@ class Scheduler:
         self.tree.enter(known)
         missing = len(prompt) - known.end
         tail = min(TAIL_TOKENS, sequence.max_tokens - sequence.sampled)
-        places = self._allocate(missing + tail)
+        places = self._allocate(missing + tail, after=known.start + len(known.tokens))
         if places is None:
             self.tree.leave(known, sequence)
             return False
@@ -179,7 +179,8 @@ class Scheduler:
             return True
         wanted = min(max(TAIL_TOKENS, held), sequence.max_tokens - sequence.sampled)
         while True:
-            places = self._allocate(wanted) or self._allocate(1)
+            after = sequence.tail[-1][1]
+            places = self._allocate(wanted, after) or self._allocate(1, after)
             if places is not None:
                 sequence.tail.extend(places)
                 return True
@@ -206,12 +207,12 @@ class Scheduler:
         self.tree.leave(node, sequence)
         sequence.node, sequence.tail, sequence.done = None, [], 0
 
-    def _allocate(self, tokens: int) -> list[Range] | None:
+    def _allocate(self, tokens: int, after: int) -> list[Range] | None:
         missing = tokens - self.pool.free_tokens
         if missing > 0:
             # A little more than needed, so that a full pool is not searched for every request.
             self.tree.evict(max(missing, min(self.pool.limit // 16, 4096)))
-        return self.pool.allocate(tokens)
+        return self.pool.allocate(tokens, after)
 
 
 def _ready(sequence: Sequence) -> bool:

@@ -233,7 +233,11 @@ class TransformersEngine:
                     self._guests -= 1
                     self._changed.notify_all()
             with self._changed:
-                self._adapters[ref] = _Adapter(name)
+                if self.state != "closed":
+                    self._adapters[ref] = _Adapter(name)
+                    return
+            self._policy.drop_adapter(name)
+            raise EngineClosedError(f"the engine was closed while it loaded {ref}")
 
     def _drop_if_unused(self, adapter: _Adapter) -> None:
         if adapter.retired and not adapter.users:
@@ -247,8 +251,8 @@ class TransformersEngine:
             try:
                 self._step()
             except Exception as error:  # a fault of our own: the requests get it, the engine starts over
-                self._end_all(engine_error("the engine's step", error))
-        self._end_all(TokenChunk([], [], "abort"))
+                self._end_all(error)
+        self._end_all(None)
         with self._changed:
             loaded, self._to_drop = [*self._to_drop, *self._adapters.values()], []
             self._adapters.clear()
@@ -274,8 +278,8 @@ class TransformersEngine:
 
     def _rest(self) -> None:
         """Asleep with no request under way, the cache gives its memory to the trainer."""
-        if not self._scheduler.running:
-            self._scheduler.clear_cache()
+        self._scheduler.clear_cache()
+        if not self._pool.used_tokens:
             self._pool.release_memory()
 
     def _step(self) -> None:
@@ -346,8 +350,8 @@ class TransformersEngine:
                 adapter.users -= 1
                 self._drop_if_unused(adapter)
 
-    def _end_all(self, event: TokenChunk | Exception) -> None:
-        """Give every request its last word and start with an empty cache."""
+    def _end_all(self, error: Exception | None) -> None:
+        """Give every request its last word, an error or "abort", and start with an empty cache."""
         deliveries = Deliveries()
         with self._changed:
             sequences, self._arrived = [*self._scheduler.all(), *self._arrived], []
@@ -355,7 +359,8 @@ class TransformersEngine:
             self._pool = KVPool(self._pool.limit)
             self._scheduler = self._new_scheduler()
             for sequence in sequences:
-                deliveries.add(sequence.owner.mailbox, event)
+                abort = TokenChunk([], [], "abort")
+                deliveries.add(sequence.owner.mailbox, engine_error("the engine's step", error) if error else abort)
                 adapter = sequence.owner.adapter
                 if adapter is not None:
                     adapter.users -= 1
