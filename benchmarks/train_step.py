@@ -4,10 +4,11 @@
     python benchmarks/train_step.py --quick    # 4 layers of it; about 2 minutes
 
 One group of 8 six-turn rollouts; a turn is 40 tokens of context and 20 sampled ones. Same rows, model, LoRA (r 16 on
-all linear layers), device, dtype (fp32) and AdamW on both sides; each in a process of its own, so that peak
-memory (maximum resident set) is comparable. Only generation is left out: TRL's own training loop gets the prepared
-batch where it would have generated one. TRL runs with its defaults (gradient checkpointing on, one batch of 8, its
-fused output layer), except bf16, which is off on both sides. artnb runs with its own.
+all linear layers), device, dtype (fp32) and AdamW on both sides; each in a process of its own, so that peak memory
+(maximum resident set) is comparable. CPU seconds are printed too: other programs on the machine change them less.
+Only generation is left out: TRL's own training loop gets the prepared batch where it would have generated one. TRL
+runs with its defaults (gradient checkpointing on, one batch of 8, its fused output layer), except bf16, which is
+off on both sides. artnb runs with its own.
 """
 
 from __future__ import annotations
@@ -80,14 +81,16 @@ def run_artnb(folder: Path, prompt: int, steps: int) -> dict[str, Any]:
     trainer = Trainer(policy, "bench")
     config = TrainConfig(learning_rate=1e-6, importance_correction="none")  # TRL has no sampler's log-probs here either
     before = resident_mib()
-    seconds, entropies, metrics = [], [], {}
+    seconds, cpu_seconds, entropies, metrics = [], [], [], {}
     for step in range(steps + 1):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         metrics = trainer.step(RowBatch(rows=rows), config, step=step).metrics
         seconds.append(time.perf_counter() - started)
+        cpu_seconds.append(time.process_time() - cpu_started)
         entropies.append(metrics["entropy"])
     return {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "before": before,
         "peak": resident_mib(),
         "entropy": entropies[0],
@@ -121,15 +124,17 @@ def run_trl(folder: Path, prompt: int, steps: int) -> dict[str, Any]:
             return dict(batch)
 
     seconds: list[float] = []
+    cpu_seconds: list[float] = []
 
     class Clock(TrainerCallback):
-        started = 0.0
+        started = cpu_started = 0.0
 
         def on_step_begin(self, *args: Any, **more: Any) -> None:
-            self.started = time.perf_counter()
+            self.started, self.cpu_started = time.perf_counter(), time.process_time()
 
         def on_step_end(self, *args: Any, **more: Any) -> None:
             seconds.append(time.perf_counter() - self.started)
+            cpu_seconds.append(time.process_time() - self.cpu_started)
 
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Prepared(
@@ -156,7 +161,13 @@ def run_trl(folder: Path, prompt: int, steps: int) -> dict[str, Any]:
         before = resident_mib()
         trainer.train()
     entropy = next(entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry)
-    return {"seconds": seconds, "before": before, "peak": resident_mib(), "entropy": entropy}
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "before": before,
+        "peak": resident_mib(),
+        "entropy": entropy,
+    }
 
 
 def measure(side: str, folder: Path, prompt: int, steps: int) -> dict[str, Any]:
@@ -191,18 +202,21 @@ def main() -> None:
             if abs(ours["entropy"] - trl["entropy"]) > 1e-2:
                 raise SystemExit(f"the two did not see the same tokens: entropy {ours['entropy']} and {trl['entropy']}")
             a, b = (statistics.median(side["seconds"][1:]) for side in (ours, trl))
+            a_cpu, b_cpu = (statistics.median(side["cpu_seconds"][1:]) for side in (ours, trl))
             print(f"\n{prompt}-token prompt: {ROLLOUTS} rollouts of {TURNS} turns")
-            for name, seconds, side in (("artnb", a, ours), ("TRL", b, trl)):
+            for name, seconds, cpu, side in (("artnb", a, a_cpu, ours), ("TRL", b, b_cpu, trl)):
                 each = ", ".join(f"{s:.1f}" for s in side["seconds"][1:])
                 print(
-                    f"  {name:6} {seconds:7.2f} s a step ({each})   peak memory {side['peak']:6.0f} MiB"
+                    f"  {name:6} {seconds:7.2f} s a step ({each}), {cpu:.1f} CPU seconds,"
+                    f" peak memory {side['peak']:6.0f} MiB"
                     f" ({side['before']:.0f} before the first step)"
                 )
             unique, row = ours["unique_tokens"], ours["row_tokens"]
             print(f"  unique / row tokens {unique:.0f} / {row:.0f} = {unique / row:.2f}", end="")
             print(f"   layers recomputed by artnb {ours['recomputed_layers']} of {layers}")
             print(
-                f"  artnb is {b / a:.2f} times as fast, with {ours['peak'] / trl['peak']:.2f} times the memory",
+                f"  artnb is {b / a:.2f} times as fast (by CPU seconds {b_cpu / a_cpu:.2f}),"
+                f" with {ours['peak'] / trl['peak']:.2f} times the memory",
                 flush=True,
             )
 

@@ -329,3 +329,29 @@ def test_118_short_rows_fill_their_packs(policy: Policy) -> None:
     metrics = Trainer(policy, "a").step(RowBatch(rows=rows), config, step=0).metrics
     assert metrics["packs"] <= -(-metrics["unique_tokens"] // 614) + 1
     assert metrics["packing_efficiency"] > 0.8
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_short_dtypes_train_fp32_adapters(folder: Path, dtype: str) -> None:
+    policy = load_policy(folder, lora=LoraConfig(r=4), device="cpu", dtype=dtype, gradient_checkpointing=True)
+    policy.add_adapter("a")
+    assert {p.dtype for p in policy.adapter_parameters("a").values()} == {torch.float32}
+    trainer = Trainer(policy, "a")
+    batch = make_batch(policy)
+    metrics = trainer.step(batch, CONFIG, step=0).metrics
+    assert metrics["updates"] == 1 and metrics["mismatch_ratio"] == pytest.approx(1.0, abs=0.02)
+    reference = Trainer(make_policy(folder), "a").step(batch, CONFIG, step=0).metrics
+    assert metrics["grad_norm"] == pytest.approx(reference["grad_norm"], rel=0.1)  # fp16's scale is taken out again
+
+
+def test_fp16_lowers_its_scale_when_gradients_overflow(folder: Path) -> None:
+    policy = load_policy(folder, lora=LoraConfig(r=4), device="cpu", dtype="float16")
+    policy.add_adapter("a")
+    trainer, batch = Trainer(policy, "a"), make_batch(policy)
+    scale = trainer.state_dict()["optimizer"]["scale"]
+    with policy.using("a", train=True):
+        hook = poison(policy)
+    trainer.step(batch, CONFIG, step=0)
+    hook.remove()
+    assert trainer.state_dict()["optimizer"]["scale"] == scale / 2
+    assert trainer.step(batch, CONFIG, step=0).updates == 1
