@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -175,6 +176,11 @@ def test_unknown_models_say_what_to_do(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="does not load as a causal language model"):
         load_policy(tmp_path, lora=lora, device="cpu")
+    half = shutil.copytree(folder, tmp_path / "half")
+    whole = (half / "model.safetensors").read_bytes()
+    (half / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="does not load as a causal language model"):
+        load_policy(half, lora=lora, device="cpu")
     with pytest.raises(ConfigError, match="target_modules"):
         load_policy(folder, lora=LoraConfig(target_modules=("nope",)), device="cpu")
 

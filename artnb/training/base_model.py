@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..attention import use
@@ -96,7 +97,7 @@ def load_base(
 
     Raises: ModelError when there is no such model; ConfigError for device, dtype or length.
     """
-    where, chosen = pick_device(device), None
+    where = pick_device(device)
     chosen = pick_dtype(where, dtype)
     if context_length is not None and context_length < 2:
         raise ConfigError(f"context_length={context_length} must be at least 2: one token of prompt, one of answer")
@@ -106,7 +107,7 @@ def load_base(
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=chosen)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelError(_not_loaded(base_model, name, error)) from error
     use(model)
     model.requires_grad_(False)
