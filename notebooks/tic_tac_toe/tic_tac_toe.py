@@ -25,18 +25,18 @@ LINES = ((1, 2, 3), (4, 5, 6), (7, 8, 9), (1, 4, 7), (2, 5, 8), (3, 6, 9), (1, 5
 SYSTEM_PROMPT = "You play X in tic-tac-toe. Pick one number from the board. Answer with the number only."
 """The user's turn is the board alone, "123 4O6 789": 11 tokens say what is free, what is taken and by whom.
 
-Chosen by measuring SmolLM2-135M-Instruct at temperature 1, two tokens an answer, over 64 to 96 games; "won after" is
-256 held-out games after 16 steps of 6 x 8 games (LoRA r 16), learning rate 5e-4 or 6e-4:
+Chosen by measuring SmolLM2-135M-Instruct at temperature 1 with two tokens an answer, over 64 to 96 games; "after" is
+256 held-out games after 16 steps of 6 groups of 8 (LoRA r 16, learning rate 5e-4 or 6e-4; the board: mean of 3 seeds):
 
-    user turn                         digit first  legal moves  games won   won after   tokens a game at first
-    the board (this one)                     0.45         0.41       0.03        0.70                       18
-    "O took 5. Pick one number."             0.50         0.35       0.05        0.45                       14
-    the free squares: "1 2 3 4 6 7 8 9"      0.62         0.58       0.14        0.54                       24
-    the board, "Pick one number."            0.65         0.43       0.06        0.68                       23
+    user turn                          digit first  legal moves  won    tokens a game   after: reward   won
+    the board (this one)                      0.45         0.41  0.03              18           +0.70  0.69
+    "O took 5. Pick one number."              0.50         0.35  0.05              14           +0.23  0.45
+    the free squares: "1 2 3 4 6 7 8 9"       0.62         0.58  0.14              24           +0.56  0.54
+    the board, "Pick one number."             0.65         0.43  0.06              23           +0.58  0.68
 
 A list of free squares gives the most reward at first. But "the first number of the list" is always legal, and the
 model finds that within three steps: all games of a group are then the same, every group has equal rewards, and it
-never learns to win: that is the 0.54. The board has no such shortcut, and costs the fewest tokens.
+never learns to win: always taking the first free square wins 0.54 of the games. The board has no such shortcut, and costs the fewest tokens.
 """
 
 
