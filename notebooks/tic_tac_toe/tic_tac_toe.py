@@ -36,7 +36,7 @@ Chosen by measuring SmolLM2-135M-Instruct at temperature 1 with two tokens an an
 
 A list of free squares gives the most reward at first. But "the first number of the list" is always legal, and the
 model finds that within three steps: all games of a group are then the same, every group has equal rewards, and it
-never learns to win: always taking the first free square wins 0.54 of the games. The board has no such shortcut, and costs the fewest tokens.
+never learns to win: always taking the first free square wins 0.54 of the games. The board has no such shortcut.
 """
 
 
