@@ -26,6 +26,8 @@ SHARED_TOKENS = 16
 """A shorter range is gathered even if it is shared: two matrix products cost more than a few copied keys."""
 LONE_TOKENS = 128
 """On CPU, where copying is what costs, keys of one row alone are read in place from this length on."""
+GATHERED_PLACES = 1 << 16
+"""Elsewhere starting a kernel costs more than copying: up to this many places are all gathered."""
 FOLD_TOKENS = 64
 """Prefill of up to this many tokens folds the query heads instead of repeating the keys for them."""
 
@@ -57,6 +59,7 @@ class _Decode(NamedTuple):
     gathered: int  # the first columns are the gathered places
     places_N: torch.Tensor  # [B * gathered]
     hidden_B1C: torch.Tensor  # columns that are not the row's own
+    mask_B11M: torch.Tensor  # the same for the gathered places as a summand: 0 or -inf
     spans: list[_Span]
 
 
@@ -69,7 +72,7 @@ class FlatAttend:
         self._together, self._alone = _split(rows, device)
         self._together_B = torch.tensor([at for at, _ in self._together], dtype=torch.long, device=device)
         self._places_S = torch.tensor([p for row in rows for p in row.places()], device=device)
-        self._longest = max(sum(end - start for start, end in row.ranges) for row in rows)
+        self._longest = max(_length(row.ranges) for row in rows)
         self._decode_plans: dict[int | None, _Decode] = {}
         self._kept: dict[tuple[int, int | None], list[Range]] = {}
         self._masks: dict[tuple[int, int | None, int], torch.Tensor] = {}
@@ -110,11 +113,19 @@ class FlatAttend:
     ) -> torch.Tensor:
         plan = self._decode_plans.get(window)
         if plan is None:
-            plan = self._decode_plans[window] = self._plan(window)
+            plan = self._decode_plans[window] = self._plan(window, query_HBD.dtype)
         heads, rows, _ = query_HBD.shape
         kv, _, width = keys_KND.shape
         out_width = values_KND.shape[2]
         group = heads // kv
+        if not plan.spans:
+            keys, values = (
+                held.index_select(1, plan.places_N).view(kv, rows, plan.gathered, -1).transpose(0, 1)
+                for held in (keys_KND, values_KND)
+            )
+            query_BKGD = query_HBD.view(kv, group, rows, width).permute(2, 0, 1, 3)
+            out = F.scaled_dot_product_attention(query_BKGD, keys, values, attn_mask=plan.mask_B11M, scale=scale)
+            return out.reshape(rows, heads, out_width)
         query_KBGD = (query_HBD * scale).view(kv, group, rows, width).transpose(1, 2).contiguous()
         scores_KBGC = torch.empty(kv, rows, group, plan.columns, dtype=torch.float32, device=self._device)
         if plan.gathered:
@@ -141,13 +152,14 @@ class FlatAttend:
             out_KBGD[:, span.first : span.last] += product.view(kv, span.last - span.first, group, out_width)
         return out_KBGD.permute(1, 0, 2, 3).reshape(rows, heads, out_width)
 
-    def _plan(self, window: int | None) -> _Decode:
+    def _plan(self, window: int | None, dtype: torch.dtype) -> _Decode:
         """Which ranges are read in place and which places are gathered, for rows that see `window` tokens back."""
         rows = [_last(row.ranges, window) for _, row in self._together]
         spans: list[_Span] = []
         spanned = [0] * len(rows)  # columns of each row that spans hold
         rest: list[list[Range]] = [[] for _ in rows]
         lone = LONE_TOKENS if self._device.type == "cpu" else None
+        gather_all = lone is None and len(rows) * max(_length(ranges) for ranges in rows) <= GATHERED_PLACES
         for depth in range(max(map(len, rows))):
             first = 0
             while first < len(rows):
@@ -157,7 +169,7 @@ class FlatAttend:
                     while last < len(rows) and rows[last][: depth + 1] == head:
                         last += 1
                     start, end = head[-1]
-                    if end - start >= SHARED_TOKENS and last - first > 1:
+                    if end - start >= SHARED_TOKENS and last - first > 1 and not gather_all:
                         spans.append(_Span(first, last, start, end, spanned[first]))
                         for row in range(first, last):
                             spanned[row] += end - start
@@ -173,7 +185,7 @@ class FlatAttend:
                     spanned[row] += end - start
                 else:
                     rest[row].append((start, end))
-        near = [sum(end - start for start, end in ranges) for ranges in rest]
+        near = [_length(ranges) for ranges in rest]
         gathered = max(near)
         columns = gathered + max(spanned)
         places = torch.empty(len(rows), gathered, dtype=torch.long)
@@ -187,8 +199,12 @@ class FlatAttend:
         near_B1, spanned_B1 = torch.tensor(near)[:, None], torch.tensor(spanned)[:, None]
         seen = (column_C < near_B1) | ((column_C >= gathered) & (column_C < gathered + spanned_B1))
         hidden_B1C = (~seen)[:, None].to(self._device)
+        near_hidden = hidden_B1C[:, None, :, :gathered]
+        mask_B11M = torch.zeros(near_hidden.shape, dtype=dtype, device=self._device).masked_fill_(
+            near_hidden, float("-inf")
+        )
         spans = [span._replace(column=span.column + gathered) for span in spans]
-        return _Decode(columns, gathered, places.view(-1).to(self._device), hidden_B1C, spans)
+        return _Decode(columns, gathered, places.view(-1).to(self._device), hidden_B1C, mask_B11M, spans)
 
     # One row alone ---------------------------------------------------------------------------------
 
@@ -216,7 +232,7 @@ class FlatAttend:
             mask = None if new == 1 else self._mask(at, window, new, length, group, query_HSD.dtype)
             folded = query_HSD.reshape(1, kv, group * new, width)
             out = F.scaled_dot_product_attention(folded, key_KLD[None], value_KLD[None], attn_mask=mask, scale=scale)
-            return out.view(heads, new, -1).transpose(0, 1)
+            return out.reshape(heads, new, -1).transpose(0, 1)
         mask = None if causal else self._mask(at, window, new, length, 1, query_HSD.dtype)
         if group > 1:
             key_KLD, value_KLD = key_KLD.repeat_interleave(group, 0), value_KLD.repeat_interleave(group, 0)
@@ -249,7 +265,7 @@ def _split(
     alone: list[tuple[int, AttendRow]] = []
     at = 0
     for row in rows:
-        length = sum(end - start for start, end in row.ranges)
+        length = _length(row.ranges)
         shares = any(users[start, end] > 1 and end - start >= SHARED_TOKENS for start, end in row.ranges)
         by_itself = row.new > 1 or (lone is not None and length >= lone and not shares)
         (alone if by_itself else together).append((at, row))
@@ -266,11 +282,15 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.bmm(a.float(), b.float())
 
 
+def _length(ranges: Sequence[Range]) -> int:
+    return sum(end - start for start, end in ranges)
+
+
 def _last(ranges: tuple[Range, ...], count: int | None) -> tuple[Range, ...]:
     """The ranges of the last `count` tokens."""
     if count is None:
         return ranges
-    skip = sum(end - start for start, end in ranges) - count
+    skip = _length(ranges) - count
     kept: list[Range] = []
     for start, end in ranges:
         cut = max(0, min(skip, end - start))
