@@ -81,6 +81,7 @@ class TrajectoryScope:
         self._state: Literal["new", "open", "closed"] = "new"
         self._token: Token[TrajectoryScope | None] | None = None
         self._sources: list[tuple[CaptureRegistry, str]] = []
+        self._context_full = False  # the last request was refused, for its messages fill the context
         self._streams = 0  # streamed answers to clients over HTTP that have not ended
         self._settled: list[_Settled] = []
 
@@ -90,6 +91,7 @@ class TrajectoryScope:
             if self._state != "open":
                 return False
             append_choice(self.trajectory, record)
+            self._context_full = False
             if record.step is not None:
                 if self.trajectory.initial_policy_version is None:
                     self.trajectory.initial_policy_version = record.step
@@ -97,6 +99,11 @@ class TrajectoryScope:
             if (source, record.name) not in self._sources:
                 self._sources.append((source, record.name))
             return True
+
+    def context_filled(self) -> None:
+        """A request was refused because its messages fill the context. If no choice follows, that was the end."""
+        with self._lock:
+            self._context_full = True
 
     def stream_began(self) -> None:
         with self._lock:
@@ -159,7 +166,7 @@ class TrajectoryScope:
         if error is not None:
             traj.error = ExceptionRecord.of(error)
         if traj.stop_reason is None:
-            traj.stop_reason = _stop_reason(traj, error)
+            traj.stop_reason = _stop_reason(traj, error, self._context_full)
         if error is None and traj.reward is not None and self._sources:
             self._deliver()
 
@@ -317,6 +324,11 @@ class CaptureTicket:
         if self._late or (self._scope is not None and not self._scope.add(record, self._registry)):
             self._registry.count_late()
 
+    def context_filled(self) -> None:
+        """The request is refused because its messages fill the context."""
+        if self._scope is not None:
+            self._scope.context_filled()
+
     def end(self) -> None:
         """The request is over. May be called again."""
         streaming, self._streaming = self._streaming, None
@@ -372,8 +384,10 @@ def _comparable(message: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _stop_reason(traj: Trajectory, error: BaseException | None) -> StopReason:
+def _stop_reason(traj: Trajectory, error: BaseException | None, context_full: bool) -> StopReason:
     if error is None:
+        if context_full:
+            return StopReason.CONTEXT_FULL
         cut = any(choice.finish_reason == "length" for choice in traj.choices())
         return StopReason.TRUNCATED if cut else StopReason.FINISHED
     if getattr(error, "code", None) == "context_length_exceeded":

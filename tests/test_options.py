@@ -50,7 +50,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def one_step(policy: Policy, config: TrainConfig) -> dict[str, float]:
-    """Metrics of the second of two equal steps of a fresh adapter; the packs' number and the weights' norm with them."""
+    """Two steps of a fresh adapter: the norm of its weights after them, and how many packs there were."""
     rng = random.Random(0)
     rows = []
     for i in range(8):
@@ -108,8 +108,16 @@ def test_unknown_options_name_the_nearest(make_it: Any, nearest: str) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("learning_rate", float("nan")), ("learning_rate", "1e-5"), ("epsilon", -0.1), ("num_iterations", 1.5)]
-    + [("beta", float("inf")), ("minibatches", True), ("max_grad_norm", 0), ("max_tokens_per_pack", 0)],
+    [
+        ("learning_rate", float("nan")),
+        ("learning_rate", "1e-5"),
+        ("epsilon", -0.1),
+        ("num_iterations", 1.5),
+        ("beta", float("inf")),
+        ("minibatches", True),
+        ("max_grad_norm", 0),
+        ("max_tokens_per_pack", 0),
+    ],
 )
 def test_values_that_cannot_be_are_refused_by_name(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=option):

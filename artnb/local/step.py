@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import threading
 import time
@@ -87,6 +88,8 @@ class TrainedModel:
                 raise CheckpointError(
                     f"{path} is not JSON ({error}); the folder is not artnb's or is damaged"
                 ) from error
+            if not isinstance(known, dict):
+                raise CheckpointError(f"{path} holds no JSON object; the folder is not artnb's or is damaged")
             for key in ("base_model", "lora"):
                 if known.get(key) != mine[key]:
                     raise ConfigError(
@@ -174,13 +177,14 @@ class TrainedModel:
 
         Reported by people whose reward collapses late: https://github.com/PrimeIntellect-ai/prime-rl/issues/964
         """
-        kl = result.metrics.get("mismatch_k3", 0.0)
+        # A trained step without the metric is one where it was infinite: such values are left out of the metrics.
+        kl = result.metrics.get("mismatch_k3", math.inf if result.trained else 0.0)
         self._mismatched = self._mismatched + 1 if kl > config.max_mismatch_kl else 0
         if self._mismatched >= MISMATCHED_STEPS:
             self._mismatched = 0
             frame = self.history.metrics()
             column = "val/reward" if "val/reward" in frame and frame["val/reward"].notna().any() else "train/reward"
-            best = int(frame.loc[frame[column].idxmax(), "step"])
+            best = int(frame["step"].iloc[int(frame[column].argmax())])
             raise TrainError(
                 f"step {result.step}: for {MISMATCHED_STEPS} steps in a row the sampler's and the trainer's log-probs "
                 f"differed by a KL of more than max_mismatch_kl={config.max_mismatch_kl} (now {kl:.3g} nats a token): "

@@ -90,6 +90,7 @@ class ChatCompletions:
         prompt_ids = self._render(request)
         room = service.engine.context_length - len(prompt_ids)
         if room < 1:
+            self._captures.begin(trajectory_id, streamed=False).context_filled()
             raise ContextLengthError(
                 f"the messages take {len(prompt_ids)} of the context's {service.engine.context_length} tokens: there "
                 "is no room for an answer. Shorten the messages.",
