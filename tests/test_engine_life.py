@@ -1,7 +1,9 @@
 """The embedded engine's life: endings, sleep, full pools, faults, foreign loops and the trainer beside it."""
 
 import asyncio
+import contextlib
 import gc
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +29,14 @@ from tiny_models import VOCAB
 
 from artnb.engines import scheduler
 from artnb.engines.base import AdapterRef, SamplingParams
-from artnb.errors import ContextLengthError, EngineClosedError, EngineError, ModelError, RequestError
+from artnb.errors import (
+    AdapterNotFoundError,
+    ContextLengthError,
+    EngineClosedError,
+    EngineError,
+    ModelError,
+    RequestError,
+)
 from artnb.training.policy import Policy
 
 
@@ -163,6 +172,50 @@ async def test_many_more_requests_than_places(policy: Policy) -> None:
         assert engine.stats().requests == 500, "all of them reach the engine at once"
         answers = await asyncio.gather(*tasks)
     assert all(len(ids) == 2 for ids, _, _ in answers)
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_random_life(
+    policy: Policy, adapters: dict[AdapterRef, Path], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Cancelled requests, swaps and sleep at random moments in a small pool: nobody hangs, nothing leaks."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(scheduler, "TAIL_TOKENS", 4)
+    prefixes = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(2)]
+    answers: list[tuple[list[int], AdapterRef | None, list[int]]] = []
+    async with running(policy, kv_tokens=200, max_running=6, max_batch_tokens=40) as engine:
+        await engine.load_adapter(ONE, adapters[ONE])
+
+        async def client() -> None:
+            await asyncio.sleep(rng.random() * 0.3)
+            prompt = [*rng.choice(prefixes)[: rng.randint(1, 60)], *range(rng.randint(0, 20))]
+            ref = rng.choice([None, ONE, TWO])
+            params = SamplingParams(max_tokens=rng.randint(1, 20), temperature=0)
+            limit = rng.random() * 0.05 if rng.random() < 0.2 else None
+            with contextlib.suppress(TimeoutError, AdapterNotFoundError):
+                ids, _, _ = await asyncio.wait_for(ask(engine, prompt, params, ref), limit)
+                answers.append((prompt, ref, ids))
+
+        async def disturb() -> None:
+            for _ in range(6):
+                await asyncio.sleep(rng.random() * 0.05)
+                await engine.load_adapter(TWO, adapters[TWO])
+                await engine.sleep()
+                await engine.wake()
+                await engine.drop_adapter(TWO)
+
+        await asyncio.gather(disturb(), *(client() for _ in range(40)))
+        while engine.stats().running + engine.stats().waiting:
+            await asyncio.sleep(0.001)
+        await engine.sleep()
+        assert engine.stats().extra["kv_tokens_used"] == 0
+    assert policy.adapters() == []
+    for ref in (None, ONE, TWO):
+        if ref is not None:
+            policy.load_adapter("check", adapters[ref])
+        for prompt, _, ids in [answer for answer in answers if answer[1] == ref][:4]:
+            assert ids == greedy_alone(policy, prompt, len(ids), ref and "check")
+        policy.drop_adapter("check")
 
 
 async def test_close_ends_running_requests_and_refuses_later_ones(policy: Policy) -> None:
