@@ -98,7 +98,7 @@ def make_model(folder: Path, layers: int) -> Path:
     return folder
 
 
-def make_conversations(tokenizer: Any, count: int, shared: int) -> list[list[dict[str, str]]]:
+def make_conversations(tokenizer: Any, count: int, shared: int) -> list[list[Any]]:
     rng = random.Random(0)
     system = "You"
     while len(tokenizer.apply_chat_template([{"role": "system", "content": system}], return_dict=False)) < shared:
@@ -138,7 +138,7 @@ def generate_padded(policy: Policy, prompts: list[list[int]], new: int) -> Calla
 
 
 async def through_endpoint(
-    engine: TransformersEngine, tokenizer: Any, conversations: list[list[dict[str, str]]], new: int
+    engine: TransformersEngine, tokenizer: Any, conversations: list[list[Any]], new: int
 ) -> float:
     """Seconds until the last answer."""
     app = create_app(engine, ChatFormat(tokenizer), StaticResolver("base"), api_key="bench")
@@ -151,7 +151,7 @@ async def through_endpoint(
             )
         )
         seconds = time.perf_counter() - started
-    made = [answer.usage.completion_tokens for answer in answers]
+    made = [answer.usage.completion_tokens if answer.usage else 0 for answer in answers]
     assert made == [new] * len(conversations), f"the sides do unequal work: {made}"
     return seconds
 
