@@ -1,8 +1,11 @@
 import io
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tiny_models import branching_rows, make_model, make_row
@@ -355,3 +358,28 @@ def test_fp16_lowers_its_scale_when_gradients_overflow(folder: Path) -> None:
     hook.remove()
     assert trainer.state_dict()["optimizer"]["scale"] == scale / 2
     assert trainer.step(batch, CONFIG, step=0).updates == 1
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's arenas")
+def test_steps_in_several_threads_do_not_pile_up_memory(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
+    policy = load_policy(make_model("llama", tmp_path, **sizes), lora=LoraConfig(r=4), device="cpu", dtype="float32")
+    policy.add_adapter("a")
+    rng = np.random.default_rng(0)
+    rows = [make_row(rng.integers(0, 400, 400).tolist(), [399], advantage=1.0) for _ in range(8)]
+    trainer, config = Trainer(policy, "a"), TrainConfig(importance_correction="none")
+    resident = []
+
+    def step(start: threading.Event, end: threading.Event) -> None:
+        trainer.step(RowBatch(rows=rows), config, step=0)
+        resident.append(psutil.Process().memory_info().rss)
+        end.set()
+        start.wait()  # a thread that lives on keeps its arena
+
+    start = threading.Event()
+    for _ in range(4):
+        end = threading.Event()
+        threading.Thread(target=step, args=(start, end), daemon=True).start()
+        assert end.wait(60)
+    start.set()
+    assert resident[-1] - resident[0] < 60 * 2**20  # 300 MiB and more where they pile up

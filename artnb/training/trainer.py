@@ -146,8 +146,11 @@ class Trainer:
         run = _Progress(on_progress or (lambda *args, **shown: None))
         started = time.monotonic()
         memory.reset_peak(self.policy.device)
-        with self.policy.using(self.adapter, train=True), self._unharmed(run):
-            packs = work(run)
+        try:
+            with self.policy.using(self.adapter, train=True), self._unharmed(run):
+                packs = work(run)
+        finally:
+            memory.give_back(self.policy.device)
         seconds = time.monotonic() - started
         unique = [len(placed.pack.token_ids_S) for placed in packs]
         row_tokens = sum(placed.pack.row_tokens for placed in packs)
