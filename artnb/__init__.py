@@ -13,18 +13,27 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .backend import Backend, TrainResult
-    from .batches import trajectory_group_batches
-    from .capture import auto_trajectory, capture_auto_trajectory, trajectory
-    from .config import LoraConfig, TrainConfig, TrainSFTConfig
-    from .demo import demo_model
-    from .engines.scripted import ScriptedEngine
-    from .errors import ArtnbError
-    from .gather import gather_trajectories, gather_trajectory_groups
-    from .local.backend import LocalBackend
-    from .model import Model, TrainableModel
-    from .retrying import retry
-    from .trajectories import History, StopReason, Trajectory, TrajectoryGroup
+    from .backend import Backend as Backend, TrainResult as TrainResult
+    from .batches import trajectory_group_batches as trajectory_group_batches
+    from .capture import (
+        auto_trajectory as auto_trajectory,
+        capture_auto_trajectory as capture_auto_trajectory,
+        trajectory as trajectory,
+    )
+    from .config import LoraConfig as LoraConfig, TrainConfig as TrainConfig, TrainSFTConfig as TrainSFTConfig
+    from .demo import demo_model as demo_model
+    from .engines.scripted import ScriptedEngine as ScriptedEngine
+    from .errors import ArtnbError as ArtnbError
+    from .gather import gather_trajectories as gather_trajectories, gather_trajectory_groups as gather_trajectory_groups
+    from .local.backend import LocalBackend as LocalBackend
+    from .model import Model as Model, TrainableModel as TrainableModel
+    from .retrying import retry as retry
+    from .trajectories import (
+        History as History,
+        StopReason as StopReason,
+        Trajectory as Trajectory,
+        TrajectoryGroup as TrajectoryGroup,
+    )
 
 # Public name → module. Each is imported when it is first used.
 _PUBLIC = {

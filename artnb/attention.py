@@ -50,8 +50,9 @@ def _forward(
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
         )
-    if kwargs.get("softcap") is not None:
-        raise ValueError("this model caps its attention scores (softcap), which the flat batch does not do")
+    for unlike, name in (("softcap", "caps its attention scores"), ("s_aux", "has attention sinks")):
+        if kwargs.get(unlike) is not None:
+            raise ValueError(f"this model {name} ({unlike}), which the flat batch does not do")
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
     layer = int(module.layer_idx)
     out_SHD = attend(layer, query[0], key[0], value[0], scaling=scale, sliding_window=sliding_window)

@@ -12,7 +12,8 @@ import asyncio
 import threading
 import time
 import traceback
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -163,6 +164,22 @@ class TransformersEngine:
             self._changed.notify_all()
         await asyncio.to_thread(self._thread.join)
 
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """The loop stands still between two forward passes while the block runs, e.g. a training step.
+
+        Requests keep their place and their keys and values. A lock alone would not do: the loop would take it
+        again before a trainer that waits for it wakes up.
+        """
+        with self._changed:
+            self._guests += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._guests -= 1
+                self._changed.notify_all()
+
     def stats(self) -> EngineStats:
         with self._changed:
             return replace(
@@ -225,13 +242,8 @@ class TransformersEngine:
                     return
                 self._loads += 1
                 name = f"{ref}#{self._loads}"
-                self._guests += 1
-            try:
+            with self.hold():
                 self._policy.load_adapter(name, path)
-            finally:
-                with self._changed:
-                    self._guests -= 1
-                    self._changed.notify_all()
             with self._changed:
                 if self.state != "closed":
                     self._adapters[ref] = _Adapter(name)

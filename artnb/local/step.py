@@ -34,7 +34,7 @@ from ..training.checkpoints import CheckpointStore
 from ..training.explain import cut_short, explain
 from ..training.rows import rows_from_groups
 from ..training.sft import sft_rows
-from ..training.trainer import Trainer
+from ..training.trainer import StepResult, Trainer
 from ..training.types import RowBatch
 from ..trajectories import Trajectory, TrajectoryGroup
 from .lockfile import FolderLock
@@ -236,9 +236,12 @@ async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config:
             assert trainer is not None
             step = trained.step
             with Progress(total=None, desc=f"train step {step + 1}", unit="pack") as bar:
-                done = await _in_worker(
-                    lambda stop: trainer.step(batch, config, step=step, on_progress=_progress(bar, stop))
-                )
+
+                def work(stop: threading.Event) -> StepResult:
+                    with base.engine.hold():
+                        return trainer.step(batch, config, step=step, on_progress=_progress(bar, stop))
+
+                done = await _in_worker(work)
             result.metrics.update(done.metrics)
         else:
             result.trained = False
@@ -275,7 +278,8 @@ async def run_sft_step(trained: TrainedModel, trajectories: list[Trajectory], co
 
         def train(stop: threading.Event) -> dict[str, float]:
             metrics: dict[str, float] = {}
-            with Progress(total=len(batches), desc=f"sft step {result.step}", unit="batch") as bar:
+            bar = Progress(total=len(batches), desc=f"sft step {result.step}", unit="batch")
+            with bar, base.engine.hold():
                 for part, rate in zip(batches, rates, strict=True):
                     metrics = trainer.sft_step(part, rate, config, on_progress=_progress(None, stop)).metrics
                     bar.update(1, loss=metrics.get("loss", 0.0))
