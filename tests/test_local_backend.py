@@ -341,7 +341,7 @@ async def test_sft_teaches_an_answer(tiny_base: Path, tmp_path: Path) -> None:
                 {"role": "assistant", "content": "Paris is fine"},
             ]
         )
-        result = await model.train_sft([say] * 8, art.TrainSFTConfig(learning_rate=2e-2, batch_size=4, epochs=12))
+        result = await model.train_sft([say] * 8, art.TrainSFTConfig(learning_rate=5e-3, batch_size=4, epochs=12))
         assert result.step == 1
         answer = await model.openai_client().chat.completions.create(
             model="agent", messages=[{"role": "user", "content": "hello"}], temperature=0, max_tokens=24

@@ -39,7 +39,7 @@ CONFIG_PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "importance_cap": (1.01, 3.0, {"importance_correction": "token_truncate"}),
     "max_tokens_per_pack": (10, 10_000, {}),
 }
-# These act before the trainer, or only on gradients that are not finite; the tests named in REPORTS.md hold them.
+# These act outside of an ordinary step; test_rows, test_trainer and test_user_reports hold them.
 ELSEWHERE = {"scale_rewards", "mask_truncated_completions", "max_nonfinite_steps", "max_mismatch_kl"}
 
 

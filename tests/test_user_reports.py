@@ -380,17 +380,16 @@ async def test_a_streamed_rollout_trains_like_a_plain_one(tiny_base: Path, tmp_p
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-async def test_rollouts_with_the_same_text_but_other_tokens_are_never_mixed() -> None:
-    """#52: every message is equal, only the split of the answer tells who sampled it; requests come interleaved."""
+async def test_rollouts_with_the_same_text_are_never_mixed() -> None:
+    """#52: every message and token is equal, only the log-probs tell who sampled it; requests come interleaved."""
 
     def script(request: ScriptedRequest) -> ScriptedAnswer:
-        # Byte tokens have no second split, so it is the log-prob that tells.
         ids = request.tokenizer.encode("same", add_special_tokens=False)
         return ScriptedAnswer(ids, [-float(request.sampling.seed or 0)] * len(ids))
 
     endpoint = Endpoint(script, chunk_size=1)
 
-    async def play(who: int, by_hand: bool) -> tuple[art.Trajectory, art.Trajectory]:
+    async def play(who: int) -> tuple[art.Trajectory, art.Trajectory]:
         kept: list[Any] = [user("hi")]
         async with art.trajectory(reward=float(who)) as t:
             for _ in range(3):
@@ -398,7 +397,7 @@ async def test_rollouts_with_the_same_text_but_other_tokens_are_never_mixed() ->
                 kept += [choice, user("on")]
         return t, art.Trajectory(messages_and_choices=kept, reward=float(who))
 
-    pairs = await asyncio.gather(*(play(who, who % 2 == 0) for who in range(1, 9)))
+    pairs = await asyncio.gather(*(play(who) for who in range(1, 9)))
     for made in zip(*pairs, strict=True):
         batch = rows_of(*made)
         assert batch.metrics["trajectories_trained"] == 8
