@@ -13,25 +13,40 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .backend import Backend as Backend, TrainResult as TrainResult
+    from .backend import Backend as Backend
+    from .backend import TrainResult as TrainResult
     from .batches import trajectory_group_batches as trajectory_group_batches
     from .capture import (
         auto_trajectory as auto_trajectory,
+    )
+    from .capture import (
         capture_auto_trajectory as capture_auto_trajectory,
+    )
+    from .capture import (
         trajectory as trajectory,
     )
-    from .config import LoraConfig as LoraConfig, TrainConfig as TrainConfig, TrainSFTConfig as TrainSFTConfig
+    from .config import LoraConfig as LoraConfig
+    from .config import TrainConfig as TrainConfig
+    from .config import TrainSFTConfig as TrainSFTConfig
     from .demo import demo_model as demo_model
     from .engines.scripted import ScriptedEngine as ScriptedEngine
     from .errors import ArtnbError as ArtnbError
-    from .gather import gather_trajectories as gather_trajectories, gather_trajectory_groups as gather_trajectory_groups
+    from .gather import gather_trajectories as gather_trajectories
+    from .gather import gather_trajectory_groups as gather_trajectory_groups
     from .local.backend import LocalBackend as LocalBackend
-    from .model import Model as Model, TrainableModel as TrainableModel
+    from .model import Model as Model
+    from .model import TrainableModel as TrainableModel
     from .retrying import retry as retry
     from .trajectories import (
         History as History,
+    )
+    from .trajectories import (
         StopReason as StopReason,
+    )
+    from .trajectories import (
         Trajectory as Trajectory,
+    )
+    from .trajectories import (
         TrajectoryGroup as TrajectoryGroup,
     )
 
@@ -61,7 +76,7 @@ _PUBLIC = {
     "trajectory_group_batches": "batches",
 }
 
-__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_PUBLIC)]
 
 
 def __getattr__(name: str) -> Any:

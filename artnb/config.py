@@ -94,7 +94,7 @@ class TrainConfig:
     )
     importance_cap: float = 3.0  # ratio at which the correction truncates or masks
     max_tokens_per_pack: int | None = None  # distinct tokens in one forward pass; None: chosen from the device
-    max_mismatch_kl: float = 1.0  # nats per token between sampler and trainer; three steps in a row above it stop the run
+    max_mismatch_kl: float = 1.0  # nats a token between sampler and trainer; three steps above it stop the run
     max_nonfinite_steps: int = 3  # stop after this many skipped steps in a row
 
     def __post_init__(self) -> None:
@@ -116,12 +116,10 @@ class TrainConfig:
         check_number(me, "importance_cap", self.importance_cap, above=0.0)
         check_number(me, "max_mismatch_kl", self.max_mismatch_kl, above=0.0)
         check_number(me, "max_nonfinite_steps", self.max_nonfinite_steps, low=1, whole=True)
-        for option, above in (
-            ("epsilon_high", 0), ("delta", 0), ("max_completion_length", 0), ("max_tokens_per_pack", 0), ("total_steps", 0)
-        ):  # fmt: skip
+        whole = ("max_completion_length", "max_tokens_per_pack", "total_steps")
+        for option in ("epsilon_high", "delta", *whole):
             if (value := getattr(self, option)) is not None:
-                whole = option not in ("epsilon_high", "delta")
-                check_number(me, option, value, above=above, whole=whole)
+                check_number(me, option, value, above=0, whole=option in whole)
         if self.lr_schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"{me}: lr_schedule={self.lr_schedule!r} needs total_steps=<number of steps of the run>")
         if self.loss_type == "cispo" and self.epsilon_high is None:

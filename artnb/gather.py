@@ -261,7 +261,7 @@ async def gather_trajectory_groups(
     try:
         slots = Slots(max_concurrency)
         total = sum(map(count_rollouts, sources))
-        progress = Progress(total, pbar_desc, "rollout")
+        progress = Progress(total, pbar_desc, "rollout", phase="gather")
         meter = Meter(progress, total_tokens=pbar_total_completion_tokens, max_metrics=max_metrics)
         supervisor = Supervisor(
             total=total,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from .capture import Collector
 from .config import LoraConfig, TrainConfig, TrainSFTConfig
 from .errors import ConfigError, nearest
+from .events import EVENTS
 from .notebook.loop import run_sync, spawn
 from .tracking.history import History
 from .tracking.summary import summarize
@@ -90,10 +91,8 @@ class Model:
 
     @classmethod
     def _options(cls) -> list[str]:
-        return ["name", "project", "run_name", "entity", "config", "inference_base_url", "inference_api_key"] + [
-            "inference_model_name",
-            "base_path",
-        ]
+        own = ["name", "project", "run_name", "entity", "config", "base_path"]
+        return [*own, "inference_base_url", "inference_api_key", "inference_model_name"]
 
     @property
     def folder(self) -> Path:
@@ -155,6 +154,7 @@ class Model:
         values = {**summarize(groups), **(metrics or {})}
         if values:
             history.log_metrics(at, split, values)
+            EVENTS.emit("log", f"{self.project}/{self.name}", step=at, split=split, metrics=values)
 
     async def get_step(self) -> int:
         return 0

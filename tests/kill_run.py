@@ -18,11 +18,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import transformers  # noqa: F401  (imported before the forks)
+from agents import even_groups
 
 import artnb as art
 import artnb.local.backend
 import artnb.local.step
-from agents import even_groups
 from artnb.tracking.history import History
 from artnb.training.checkpoints import CheckpointStore, model_folder
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from agents import even_groups, even_rollout
 
 import artnb as art
-from agents import even_groups, even_rollout
 from artnb.errors import CheckpointError, ConfigError, ModelError, TrainError
 
 LORA = art.LoraConfig(r=4)

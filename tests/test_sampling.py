@@ -101,7 +101,7 @@ def test_uniform_numbers() -> None:
     assert uniform(1, 0) == uniform(1, 0) != uniform(2, 0) != uniform(1, 1)
     assert uniform(-1, 3) == uniform(2**64 - 1, 3)
     numbers = [uniform(seed, position) for seed in range(60) for position in range(60)]
-    assert 0 <= min(numbers) and max(numbers) < 1
+    assert min(numbers) >= 0 and max(numbers) < 1
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.02
     tenths = Counter(int(10 * u) for u in numbers)
     assert all(abs(tenths[i] - 360) < 90 for i in range(10))

@@ -27,6 +27,7 @@ from ..capture import Collector
 from ..config import LoraConfig, TrainConfig, TrainSFTConfig
 from ..engines.base import AdapterRef
 from ..errors import CheckpointError, ConfigError, TrainError
+from ..events import EVENTS
 from ..notebook.progress import Progress
 from ..tracking.history import History
 from ..tracking.summary import summarize
@@ -209,17 +210,29 @@ class TrainedModel:
         try:
             await asyncio.to_thread(self.history.log_trajectories, result.step, split, groups, replace=True)
             await asyncio.to_thread(self.history.log_metrics, result.step, split, logged)
-            result.checkpoint_path = await asyncio.to_thread(self._save, result.step, result.metrics)
+            with Progress(1, None, phase="save"):
+                result.checkpoint_path = await asyncio.to_thread(self._save, result.step, result.metrics)
         except BaseException:
             await asyncio.to_thread(self.undo)
             raise
         started = time.monotonic()
+        swap = Progress(1, None, phase="swap")
         await base.engine.load_adapter(AdapterRef(self.name, result.step), result.checkpoint_path)
         before, self.step = self.step, result.step
         await base.engine.drop_adapter(AdapterRef(self.name, before))
         result.metrics["seconds_swap"] = time.monotonic() - started
+        swap.close()
         for group in groups:
             group._logged.add((self.name, split))
+        EVENTS.emit(
+            "step",
+            f"{self.project}/{self.name}",
+            step=result.step,
+            split=split,
+            metrics=logged | result.metrics,
+            reasons=dict(result.reasons),
+            notes=list(result.notes),
+        )
         return result
 
 
@@ -235,7 +248,7 @@ async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config:
             trainer = trained.trainer
             assert trainer is not None
             step = trained.step
-            with Progress(total=None, desc=f"train step {step + 1}", unit="pack") as bar:
+            with Progress(total=None, desc=f"train step {step + 1}", unit="pack", phase="train") as bar:
 
                 def work(stop: threading.Event) -> StepResult:
                     with base.engine.hold():
@@ -278,7 +291,7 @@ async def run_sft_step(trained: TrainedModel, trajectories: list[Trajectory], co
 
         def train(stop: threading.Event) -> dict[str, float]:
             metrics: dict[str, float] = {}
-            bar = Progress(total=len(batches), desc=f"sft step {result.step}", unit="batch")
+            bar = Progress(total=len(batches), desc=f"sft step {result.step}", unit="batch", phase="train")
             with bar, base.engine.hold():
                 for part, rate in zip(batches, rates, strict=True):
                     metrics = trainer.sft_step(part, rate, config, on_progress=_progress(None, stop)).metrics

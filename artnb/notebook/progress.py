@@ -11,8 +11,11 @@ import asyncio
 import logging
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Any, Self, TextIO
+
+from ..events import EVENTS, Phase
 
 logger = logging.getLogger("artnb")
 
@@ -28,7 +31,7 @@ class Progress:
             for item in items:
                 progress.update(1, reward=0.5)
 
-    `file`: where text goes; standard error by default.
+    `file`: where text goes; standard error by default. `phase`: what the dashboard calls this work.
     """
 
     def __init__(
@@ -39,8 +42,12 @@ class Progress:
         *,
         initial: int = 0,
         file: TextIO | None = None,
+        phase: Phase = "work",
     ) -> None:
         self.n = initial
+        self._begun = time.monotonic()
+        self._closed = False
+        self._told: dict[str, Any] = {"phase": phase, "desc": desc, "unit": unit}
         self.total = total
         self.postfix: dict[str, Any] = {}
         stream = file if file is not None else sys.stderr
@@ -52,12 +59,21 @@ class Progress:
         """Advance by `n`; `postfix` replaces the values of the same names at the end of the line."""
         self.n += n
         self.postfix.update(postfix)
+        self._tell(closed=False)
         if self._bar is None:
             return
         if self._loop is not None and threading.get_ident() != self._thread and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._show)
         else:
             self._show()
+
+    def _tell(self, *, closed: bool) -> None:
+        if EVENTS:
+            seconds = time.monotonic() - self._begun
+            shown = dict(self.postfix)
+            EVENTS.emit(
+                "progress", **self._told, done=self.n, total=self.total, seconds=seconds, closed=closed, shown=shown
+            )
 
     def set_total(self, total: int | None) -> None:
         """More, or less, is to be done than was thought."""
@@ -70,6 +86,9 @@ class Progress:
 
     def close(self) -> None:
         """Show the last state and leave the line. Repeatable."""
+        if not self._closed:
+            self._closed = True
+            self._tell(closed=True)
         if self._bar is None:
             return
         self._show()
