@@ -297,7 +297,7 @@ async def test_delete_checkpoints_keeps_the_best_and_the_newest(tiny_base: Path,
         assert await backend.checkpoints(model) == [0, 1, 2, 3, 4]
         assert await model.delete_checkpoints() == [0, 1, 3]
         assert await backend.checkpoints(model) == [2, 4]
-        with pytest.raises(Exception, match="agent@1|checkpoint 1"):
+        with pytest.raises(Exception, match=r"agent@1|checkpoint 1"):
             await greedy(model, "agent@1")
         assert await model.delete_checkpoints() == []
 
@@ -357,7 +357,7 @@ async def test_wrong_input_says_what_to_do(tiny_base: Path, tmp_path: Path) -> N
         await model.register(backend)
         with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
             await model.train([], learning_rat=1e-5)
-        with pytest.raises(ConfigError, match="must be an art.TrajectoryGroup"):
+        with pytest.raises(ConfigError, match=r"must be an art\.TrajectoryGroup"):
             await model.train([art.Trajectory()])  # type: ignore[list-item]
         with pytest.raises(ConfigError, match="not both"):
             await model.train([], FAST, learning_rate=1.0)
@@ -366,7 +366,7 @@ async def test_wrong_input_says_what_to_do(tiny_base: Path, tmp_path: Path) -> N
         nowhere = art.TrainableModel(name="x", project="tests", base_model=tmp_path / "nowhere")
         with pytest.raises(ModelError, match="no such folder"):
             await nowhere.register(backend)
-    with pytest.raises(ConfigError, match="did you mean 'name'|has no option"):
+    with pytest.raises(ConfigError, match=r"has no option .run_nam."):
         art.TrainableModel(name="x", project="p", base_model="b", run_nam="y")
     for name in ("../x", "a/b", "", "a@3"):
         with pytest.raises(ConfigError):
@@ -438,12 +438,12 @@ async def test_http_endpoint_and_a_port_in_use(tiny_base: Path, tmp_path: Path) 
     async with backend:
         await model.register(backend)
         url = await asyncio.to_thread(lambda: model.inference_base_url)
-        async with AsyncOpenAI(base_url=url, api_key=model.inference_api_key) as client:
-            async with art.trajectory(group="http") as t:
-                await client.chat.completions.create(
-                    model="agent", messages=[{"role": "user", "content": "over http"}], max_tokens=3
-                )
-                t.reward = 1.0
+        client = AsyncOpenAI(base_url=url, api_key=model.inference_api_key)
+        async with client, art.trajectory(group="http") as t:
+            await client.chat.completions.create(
+                model="agent", messages=[{"role": "user", "content": "over http"}], max_tokens=3
+            )
+            t.reward = 1.0
         assert len(t.choices()) == 1 and t.initial_policy_version == 0
         async with AsyncOpenAI(base_url=url, api_key="wrong") as client:
             with pytest.raises(AuthenticationError):
