@@ -65,6 +65,17 @@ def rows(folder: Path, until: int) -> list[dict[str, float]]:
     return [{k: round(float(row[k]), 5) for k in keep} for _, row in frame.iterrows()]
 
 
+def compare(found: list[dict[str, float]], expected: list[dict[str, float]]) -> str:
+    """The first difference beyond rounding, or ""."""
+    if len(found) != len(expected):
+        return f"{len(found)} steps, not {len(expected)}"
+    for a, b in zip(found, expected, strict=True):
+        for name in a:
+            if abs(a[name] - b[name]) > 1e-4:
+                return f"step {a['step']:.0f}: {name} is {a[name]}, not {b[name]}"
+    return ""
+
+
 def main(base: str, folder: Path, seed: int) -> None:
     whole, cut = folder / "whole", folder / "cut"
     for path in (whole, cut):
@@ -93,8 +104,8 @@ def main(base: str, folder: Path, seed: int) -> None:
             problems.append(f"kill {kills}: latest step went from {before} to {latest}")
         if latest:
             store.verify(latest)
-        if rows(cut, latest) != expected[:latest]:
-            problems.append(f"kill {kills}: history up to step {latest} differs")
+        if difference := compare(rows(cut, latest), expected[:latest]):
+            problems.append(f"kill {kills}: history up to step {latest}: {difference}")
         latest_after_kill.append(latest)
         before = latest
         if latest >= STEPS:
@@ -105,8 +116,8 @@ def main(base: str, folder: Path, seed: int) -> None:
             before = 0
     if os.waitpid(fork(base, cut), 0)[1] != 0:
         problems.append("the last resume failed")
-    if rows(cut, STEPS) != expected:
-        problems.append("the finished history differs from the uninterrupted one")
+    if difference := compare(rows(cut, STEPS), expected):
+        problems.append(f"the finished history: {difference}")
     resumed = [int(line) for line in (cut / "resumed.log").read_text().split()]
     print(json.dumps({"kills": kills, "latest": latest_after_kill, "resumed": resumed, "problems": problems}))
 

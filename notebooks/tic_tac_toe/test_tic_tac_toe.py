@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import artnb as art
 from artnb.engines.byte_tokenizer import ByteTokenizer
 from artnb.engines.scripted import ScriptedEngine
 from artnb.serving.app import StaticResolver, create_app
@@ -170,3 +171,14 @@ async def test_evaluate_gives_means() -> None:
     assert result["reward"] == pytest.approx(result["win"] + 0.5 * result["draw"])
     with pytest.raises(ValueError, match="no games"):
         means([])
+
+
+async def test_evaluate_keeps_its_games_where_a_split_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = art.Model("player", "games", base_path=tmp_path)
+    player = Player(first_free)
+    for name in ("openai_client", "get_inference_name"):
+        monkeypatch.setattr(model, name, getattr(player, name))
+    result = await evaluate(model, scenarios(3), split="val", step=2, desc=None)
+    history = model.history()
+    assert history["val/reward"].tolist() == [pytest.approx(result["reward"])] and history["step"].tolist() == [2]
+    assert len(model.trajectories(step=2, split="val")) == 3

@@ -209,15 +209,20 @@ async def evaluate(
     *,
     seed: int = 0,
     step: int | None = None,
+    split: str | None = None,
     desc: str | None = "evaluate",
 ) -> dict[str, float]:
     """Play each scenario once and return `means` over the games.
 
-    Use seeds that training does not use:
+    `step` plays checkpoint `step` instead of the newest. With `split` games and means are kept in the model's history
+    under that name. Use seeds that training does not use:
 
-        await evaluate(model, scenarios(64, first_seed=1_000_000))
+        await evaluate(model, scenarios(64, first_seed=1_000_000), split="val")
     """
     played = await art.gather_trajectories(
         (rollout(model, scenario, seed=seed + 1000 * i, step=step) for i, scenario in enumerate(games)), pbar_desc=desc
     )
-    return means(played)
+    result = means(played)
+    if split is not None:
+        await model.log(played, split=split, metrics=result, step=step)
+    return result
