@@ -8,7 +8,6 @@ are first used, up to `limit` tokens; nothing is allocated at the start. Knows n
 from __future__ import annotations
 
 import bisect
-import os
 
 import torch
 
@@ -116,21 +115,3 @@ class KVPool:
             raise ValueError(f"{self.used_tokens} tokens of the pool are in use")
         self._layers.clear()
         self._high = 0
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on `device` now, as far as the system tells."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + reserved)
-    if device.type == "mps":
-        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except FileNotFoundError:  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    raise RuntimeError("/proc/meminfo has no MemAvailable line")

@@ -21,11 +21,12 @@ import torch
 import transformers
 
 from ..errors import AdapterNotFoundError, ContextLengthError, EngineClosedError, RequestError, nearest
+from ..memory import available_bytes
 from . import scheduler as sched
 from .base import AdapterRef, EngineState, EngineStats, FinishReason, SamplingParams, TokenChunk
 from .delivery import Deliveries, Mailbox
 from .forward import Forward, Policy, engine_error, out_of_memory
-from .kv_pool import KVPool, free_bytes
+from .kv_pool import KVPool
 from .sampling import mix
 
 FREE_MEMORY_SHARE = 0.25
@@ -70,7 +71,7 @@ class TransformersEngine:
         self._forward = Forward(policy)
         self._eos = frozenset(eos_token_ids)
         if kv_tokens is None:
-            fits = int(free_bytes(self._forward.device) * FREE_MEMORY_SHARE) // self._forward.bytes_per_token
+            fits = int(available_bytes(self._forward.device) * FREE_MEMORY_SHARE) // self._forward.bytes_per_token
             kv_tokens = max(1024, min(fits, max_running * context_length))
         self._context_length = min(context_length, kv_tokens)
         self._seed = seed

@@ -23,10 +23,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..attention import flat_inputs
 from ..config import LoraConfig, check_choice
 from ..errors import ModelError
+from ..memory import available_bytes
 from .adapters import Adapters
 from .base_model import BaseModel, load_base
 from .logprobs import gather_logprobs, output_head
-from .memory import available_bytes
 from .pack import build_packs
 from .tree_attention import TreeAttend
 from .types import Pack, Row

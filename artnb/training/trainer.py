@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from .. import memory
 from ..config import TrainConfig, TrainSFTConfig
 from ..errors import ArtnbError, NonFiniteGradientError, TrainError
-from . import memory
 from .loss import LossOutput, StepTotals, Sums, add_sums, finish_metrics, policy_loss, sft_loss
 from .optimizer import AdapterOptimizer
 from .pack import build_packs
