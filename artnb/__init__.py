@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .model import Model as Model
     from .model import TrainableModel as TrainableModel
     from .retrying import retry as retry
+    from .rewards.preflight import preflight as preflight
     from .trajectories import (
         History as History,
     )
@@ -71,6 +72,7 @@ _PUBLIC = {
     "demo_model": "demo",
     "gather_trajectories": "gather",
     "gather_trajectory_groups": "gather",
+    "preflight": "rewards.preflight",
     "retry": "retrying",
     "trajectory": "capture",
     "trajectory_group_batches": "batches",

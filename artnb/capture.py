@@ -23,7 +23,7 @@ from typing import Any, Literal, cast, overload
 from openai.types.chat.chat_completion import Choice
 
 from .capture_http import TRAJECTORY_HEADER, ProcessScopes
-from .collector import Collector
+from .collector import Collector, collected
 from .errors import ConfigError, RolloutError, nearest
 from .trajectories import (
     ExceptionRecord,
@@ -172,7 +172,7 @@ class TrajectoryScope:
 
     def _deliver(self) -> None:
         found = [(name, c) for source, name in self._sources if (c := source.collector(name)) is not None]
-        if not found:
+        if not found or not collected.get():
             return
         name, collector = found[0]
         if any(other is not collector for _, other in found):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
 
 from openai.types.chat.chat_completion import Choice
 
@@ -21,6 +23,20 @@ def group_key(trajectory: Trajectory) -> str:
         opening.append(item)
     text = json.dumps([trajectory.tools or [], opening], sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+collected: ContextVar[bool] = ContextVar("artnb_collected", default=True)
+"""Whether what scopes capture here waits for training."""
+
+
+@contextlib.contextmanager
+def not_collected() -> Iterator[None]:
+    """Inside, scopes record as ever, but what they captured is not handed to any collector: it is only looked at."""
+    token = collected.set(False)
+    try:
+        yield
+    finally:
+        collected.reset(token)
 
 
 class Collector:

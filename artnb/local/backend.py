@@ -214,6 +214,9 @@ class LocalBackend:
     def api_key(self, model: TrainableModel) -> str:
         return self._trained(model).served().api_key
 
+    def context_tokens(self, model: TrainableModel) -> int | None:
+        return self._trained(model).served().engine.context_length
+
     def history(self, model: TrainableModel) -> History:
         trained = self._models.get(model.name)
         if trained is not None:

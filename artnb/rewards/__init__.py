@@ -1,0 +1,1 @@
+"""Rewards: what is worth rewarding, looked at before and during training."""
