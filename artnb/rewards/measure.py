@@ -34,7 +34,6 @@ def measure(
     choices = [choice for t in trajectories for choice in t.choices()]
     scored = [t for t in trajectories if is_scored(t)]
     rewards = [float(t.reward) for t in scored if t.reward is not None]
-    spreads = [spread(group) for group in groups]
     records = [record for group in groups for record in group.exceptions]
     exceptions = Counter(record.type.rpartition(".")[2] for record in records)
     rollouts = len(trajectories) + exceptions.total()
@@ -53,7 +52,8 @@ def measure(
         "reward_mean": statistics.fmean(rewards) if rewards else None,
         "reward_min": min(rewards, default=None),
         "reward_max": max(rewards, default=None),
-        "reward_spreads": tuple(spreads),
+        "reward_spreads": tuple(spread(group) for group in groups),
+        "reward_scales": tuple(scale(group) for group in groups),
         "length_correlation": correlation,
         "length_correlation_n": compared,
         "turns_mean": _mean([len(t.choices()) for t in trajectories]),
@@ -111,6 +111,11 @@ def spread(group: TrajectoryGroup) -> float | None:
     if len(rewards) < 2:
         return None
     return 0.0 if same(max(rewards), min(rewards)) else statistics.pstdev(rewards)
+
+
+def scale(group: TrajectoryGroup) -> float | None:
+    """The largest size of a reward in the group; None without a scored rollout."""
+    return max((abs(float(t.reward)) for t in group if t.reward is not None and is_scored(t)), default=None)
 
 
 def length_correlation(groups: Sequence[TrajectoryGroup]) -> tuple[float | None, int]:

@@ -26,7 +26,7 @@ CONTEXT_SHARE = 0.9
 LARGE_REWARD = 100.0
 """Rewards beyond it look like a raw count (points, tokens), which has no upper end."""
 SCALE_RATIO = 10.0
-"""Between the largest and the smallest spread of a group."""
+"""Between the largest rewards of two groups. Spreads would not do: they differ by chance where rewards are rare."""
 LENGTH_R, LENGTH_N = 0.7, 12
 """At |r| = 0.7 and n = 12 chance alone (two-sided, before the group means are taken off) has p = 0.01."""
 MOST_KINDS = 3
@@ -52,6 +52,7 @@ class PreflightReport:
     reward_min: float | None
     reward_max: float | None
     reward_spreads: tuple[float | None, ...]
+    reward_scales: tuple[float | None, ...]  # the largest absolute reward of each group
     length_correlation: float | None  # reward with tokens an answer, inside groups
     length_correlation_n: int
     turns_mean: float | None
@@ -191,12 +192,12 @@ class PreflightReport:
                     f"Rewards look unbounded: from {self.reward_min:g} to {self.reward_max:g}. Divide by the best "
                     "possible, or take the logarithm, so that they stay between about 0 and 1"
                 )
-        spreads = [s for s in self.reward_spreads if s]
-        if len(spreads) > 1 and max(spreads) > SCALE_RATIO * min(spreads):
+        scales = [s for s in self.reward_scales if s]
+        if len(scales) > 1 and max(scales) > SCALE_RATIO * min(scales):
             out.append(
-                f"Rewards are of very different scale between groups: spreads from {min(spreads):.2g} to "
-                f"{max(spreads):.2g} ({max(spreads) / min(spreads):.0f} times). scale_rewards='group' (the default) "
-                "evens that out and makes small differences count as much as large ones; 'batch' and 'none' do not"
+                f"Rewards are of very different scale between groups: the largest is {min(scales):.2g} in one and "
+                f"{max(scales):.2g} in another ({max(scales) / min(scales):.0f} times). scale_rewards='group' (the "
+                "default) evens that out; with 'batch' or 'none' a few groups decide the step"
             )
         return out
 
