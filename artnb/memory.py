@@ -66,6 +66,15 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts in bytes, Linux in KiB
 
 
+def held_bytes(device: torch.device) -> int:
+    """Bytes held now: of the device where it has memory of its own, else of this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_reserved(device))
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    return int(psutil.Process().memory_info().rss)
+
+
 def describe(device: torch.device) -> str:
     """One phrase for error messages: 'cuda: peak 13.2 GiB, 0.4 GiB free'."""
     gib = 1024.0**3
