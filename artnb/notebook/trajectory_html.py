@@ -6,12 +6,13 @@ output has no stylesheet, and colours are see-through, for light and dark pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
+from typing import Any
 
 from ..trajectories import Trajectory, TrajectoryGroup
 from .plots import OKABE_ITO
-from .trajectory_text import ShownMessage, cut, number, plain, shown_messages
+from .trajectory_text import ShownMessage, cut, finite, number, plain, shown_messages
 
 MAX_CHARACTERS = 2000
 """Of one text; the rest is counted."""
@@ -45,33 +46,21 @@ def trajectory_html(trajectory: Trajectory, title: str = "") -> str:
     return "".join(parts)
 
 
-def best_and_worst(groups: Iterable[TrajectoryGroup]) -> list[tuple[str, Trajectory]]:
-    """("Best", …) and ("Worst", …) by reward among the scored ones; one where there is no more than one."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    scored = [t for t in trajectories if _score(t) is not None]
+def best_and_worst(rewards: Sequence[Any]) -> list[tuple[str, int]]:
+    """("Best", position), ("Worst", position) among the rewards that are numbers; one where they are the same."""
+    scored = [(value, at) for at, reward in enumerate(rewards) if (value := finite(reward)) is not None]
     if not scored:
-        return [("First", trajectories[0])] if trajectories else []
-    best, worst = max(scored, key=_sort_key), min(scored, key=_sort_key)
-    return [("Best", best)] if best is worst else [("Best", best), ("Worst", worst)]
+        return [("First", 0)] if rewards else []
+    best = max(scored, key=lambda found: (found[0], -found[1]))[1]
+    worst = min(scored)[1]
+    return [("Best", best)] if best == worst else [("Best", best), ("Worst", worst)]
 
 
 def best_and_worst_html(groups: Iterable[TrajectoryGroup]) -> str:
     """The best and the worst trajectory of the groups, one below the other."""
-    return "".join(trajectory_html(trajectory, title) for title, trajectory in best_and_worst(groups))
-
-
-def _score(trajectory: Trajectory) -> float | None:
-    try:
-        value = float(trajectory.reward)  # type: ignore[arg-type]  # None and other things that are no number
-    except (TypeError, ValueError):
-        return None
-    return value if value == value else None
-
-
-def _sort_key(trajectory: Trajectory) -> float:
-    value = _score(trajectory)
-    assert value is not None
-    return value
+    trajectories = [t for group in groups for t in group.trajectories]
+    chosen = best_and_worst([t.reward for t in trajectories])
+    return "".join(trajectory_html(trajectories[at], title) for title, at in chosen)
 
 
 def _summary(trajectory: Trajectory, title: str) -> str:

@@ -104,6 +104,15 @@ def number(value: Any, digits: int = 4) -> str:
     return f"{known:.{digits}g}".replace("-", "−")
 
 
+def finite(value: Any) -> float | None:
+    """The number to sort and filter by; None for what is missing, NaN, or no number. Infinities stay."""
+    try:
+        known = float(value)
+    except (TypeError, ValueError):
+        return None
+    return None if math.isnan(known) else known
+
+
 def _part(part: Any) -> str:
     if isinstance(part, Mapping):
         if isinstance(part.get("text"), str):

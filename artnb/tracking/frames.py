@@ -62,7 +62,7 @@ def trajectory_frame(rows: Iterable[TrajectoryRow]) -> pd.DataFrame:
         items = fields["messages_and_choices"]
         histories = [items, *(h["messages_and_choices"] for h in fields["additional_histories"])]
         choices = [item["choice"] for history in histories for item in history if "choice" in item]
-        messages = [_message(item) for item in items]
+        messages = [message_of(item) for item in items]
         error = fields["error"]
         reward = fields["reward"]
         row: dict[str, Any] = {
@@ -73,9 +73,9 @@ def trajectory_frame(rows: Iterable[TrajectoryRow]) -> pd.DataFrame:
             "reward": float("nan") if reward is None else float(reward),
             "stop_reason": fields["stop_reason"],
             "turns": len(choices),
-            "completion_tokens": sum(_tokens(choice) for choice in choices),
-            "first_text": _text(messages[0]) if messages else "",
-            "last_text": _text(messages[-1]) if messages else "",
+            "completion_tokens": sum(token_count(choice) for choice in choices),
+            "first_text": text_of(messages[0]) if messages else "",
+            "last_text": text_of(messages[-1]) if messages else "",
             "messages": messages,
             "error": f"{error['type']}: {error['message']}" if error else None,
             "logs": fields["logs"],
@@ -95,20 +95,20 @@ def _shown(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
-def _message(item: Mapping[str, Any]) -> dict[str, Any]:
+def message_of(item: Mapping[str, Any]) -> dict[str, Any]:
     if "choice" in item:
         return {"role": "assistant", **item["choice"].get("message", {})}
     return dict(item["message"])
 
 
-def _tokens(choice: Mapping[str, Any]) -> int:
+def token_count(choice: Mapping[str, Any]) -> int:
     """Sampled tokens of a choice: by its ids, or, from another server, by its log-probs."""
     if isinstance(ids := choice.get("token_ids"), list):
         return len(ids)
     return len((choice.get("logprobs") or {}).get("content") or [])
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def text_of(message: Mapping[str, Any]) -> str:
     """A message's content as text; of a list of parts the text parts."""
     content = message.get("content")
     if isinstance(content, list):

@@ -22,6 +22,7 @@ from ..errors import CheckpointError, ConfigError
 from ..trajectories import Trajectory, TrajectoryGroup
 from .frames import metrics_frame, metrics_long_frame, trajectory_frame
 from .records import VERSION, from_line, group_record, to_group, to_line, to_trajectory, trajectory_record
+from .stored import StoredStep
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -150,12 +151,7 @@ class History:
         `trajectory_type` is your subclass of Trajectory, if the rollouts returned one. Raises CheckpointError if there
         are none of this step and split.
         """
-        path = self._file(step, _check_split(split))
-        if not path.exists():
-            known = ", ".join(f"{name} {at}" for at, name, _ in self._files()) or "none"
-            raise CheckpointError(
-                f"no trajectories of split {split!r} at step {step} in {self.folder}; there are: {known}"
-            )
+        path = self._existing(step, split)
         members: dict[int, list[Trajectory]] = {}
         heads: dict[int, dict[str, Any]] = {}
         for head, record in self._trajectory_records(path):
@@ -166,10 +162,30 @@ class History:
                 members.setdefault(record["group"], []).append(to_trajectory(record, trajectory_type))
         return [to_group(heads.get(group), members[group]) for group in sorted(members)]
 
+    def saved(self) -> list[tuple[int, str]]:
+        """(step, split) of all trajectories that were kept, by step, then split."""
+        return [(at, name) for at, name, _ in self._files()]
+
+    def stored(self, step: int, split: str) -> StoredStep:
+        """The step's trajectories as a list that reads messages when asked for them.
+
+        Raises CheckpointError if there are none of this step and split.
+        """
+        return StoredStep(self._existing(step, split))
+
     # Inside --------------------------------------------------------------------------------------
 
     def _file(self, step: int, split: str) -> Path:
         return self.trajectories_folder / f"{split}-{step:04d}.jsonl"
+
+    def _existing(self, step: int, split: str) -> Path:
+        path = self._file(step, _check_split(split))
+        if not path.exists():
+            known = ", ".join(f"{name} {at}" for at, name, _ in self._files()) or "none"
+            raise CheckpointError(
+                f"no trajectories of split {split!r} at step {step} in {self.folder}; there are: {known}"
+            )
+        return path
 
     def _files(self) -> list[tuple[int, str, Path]]:
         """(step, split, file) of every trajectory file that is artnb's, by step, then split."""

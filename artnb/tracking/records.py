@@ -17,11 +17,14 @@ import pydantic
 from openai.types.chat.chat_completion import Choice
 
 from ..trajectories import History, MessageOrChoice, Trajectory, TrajectoryGroup
+from .frames import message_of, text_of, token_count
 
 log = logging.getLogger(__name__)
 
 TrajectoryT = TypeVar("TrajectoryT", bound=Trajectory)
 VERSION = 1
+_LONG = ("messages_and_choices", "additional_histories", "tools")
+_LAST_CHARACTERS = 160
 
 
 def to_line(record: Mapping[str, Any]) -> bytes:
@@ -57,14 +60,31 @@ def group_record(group: TrajectoryGroup, index: int) -> dict[str, Any]:
 
 
 def trajectory_record(trajectory: Trajectory, group: int, index: int) -> dict[str, Any]:
-    """Every field of the trajectory, those of a subclass too; sampled choices are marked as such."""
-    fields = {name: getattr(trajectory, name) for name in type(trajectory).model_fields}
-    fields["messages_and_choices"] = [_item(item) for item in trajectory.messages_and_choices]
-    fields["additional_histories"] = [
-        {"messages_and_choices": [_item(item) for item in h.messages_and_choices], "tools": h.tools}
-        for h in trajectory.additional_histories
-    ]
-    return {"v": VERSION, "kind": "trajectory", "group": group, "trajectory": index, "fields": fields}
+    """Every field of the trajectory, those of a subclass too; sampled choices are marked as such.
+
+    The long fields come last: whoever lists a step reads the head of each line only (stored.py).
+    """
+    long: dict[str, Any] = {
+        "messages_and_choices": [_item(item) for item in trajectory.messages_and_choices],
+        "additional_histories": [
+            {"messages_and_choices": [_item(item) for item in h.messages_and_choices], "tools": h.tools}
+            for h in trajectory.additional_histories
+        ],
+        "tools": trajectory.tools,
+    }
+    fields = {name: getattr(trajectory, name) for name in type(trajectory).model_fields if name not in _LONG}
+    fields |= trajectory.model_extra or {}
+    where = {"v": VERSION, "kind": "trajectory", "group": group, "trajectory": index}
+    return {**where, "summary": summary(long), "fields": {**fields, **long}}
+
+
+def summary(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a list shows of the messages of a record: sampled turns and tokens, and how the last text begins."""
+    items = fields["messages_and_choices"]
+    histories = [items, *(h["messages_and_choices"] for h in fields["additional_histories"])]
+    choices = [item["choice"] for history in histories for item in history if "choice" in item]
+    last = text_of(message_of(items[-1]))[:_LAST_CHARACTERS] if items else ""
+    return {"turns": len(choices), "tokens": sum(map(token_count, choices)), "last": last}
 
 
 def to_group(record: Mapping[str, Any] | None, trajectories: list[Trajectory]) -> TrajectoryGroup:
