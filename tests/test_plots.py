@@ -64,6 +64,13 @@ def test_png_is_real_and_of_readme_size(history: pd.DataFrame, tmp_path: Path) -
         assert (np.abs(pixels - rgb).max(axis=-1) < 0.01).sum() > 50, colour
 
 
+def test_a_cell_that_ends_in_a_figure_shows_it(history: pd.DataFrame) -> None:
+    from IPython.core.formatters import DisplayFormatter
+
+    shown, _ = DisplayFormatter().format(reward_curve(history))
+    assert shown["image/png"].startswith(b"\x89PNG")
+
+
 def test_rows_as_dicts_in_any_order() -> None:
     axes = reward_curve([{"step": 2, "train/reward": 1.0}, {"step": 1, "train/reward": 0.0}]).axes[0]
     assert axes.lines[0].get_xydata().tolist() == [[1, 0], [2, 1]]

@@ -50,6 +50,8 @@ def reward_curve(
         )
     figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
+    # Without pyplot nothing tells IPython how to show a figure; as the value of a cell it would be a line of text.
+    figure._repr_png_ = lambda: _png(figure)  # type: ignore[attr-defined]
     axes = figure.add_subplot()
     for index, run in enumerate(runs):
         alone = len(runs) == 1
@@ -76,14 +78,18 @@ def reward_curve(
 
 def write_png(figure: Figure, path: Path | str) -> Path:
     """Write a figure as PNG; an older picture stays until the new one is complete."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(target, [_png(figure)])
+    return target
+
+
+def _png(figure: Figure) -> bytes:
     import io
 
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", facecolor="white")
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(target, [buffer.getvalue()])
-    return target
+    return buffer.getvalue()
 
 
 def _runs(history: Any) -> list[pd.DataFrame]:
