@@ -64,10 +64,15 @@ def load_game() -> ModuleType:
     raise ConfigError(f"the quickstart's game is missing; looked for {' and '.join(map(str, places))}")
 
 
-async def play(model: TrainableModel, game: ModuleType, scenarios: list[Any], size: int, desc: str) -> Any:
-    """Each scenario played `size` times, with sampling seeds that follow from the scenario's."""
+async def play(
+    model: TrainableModel, game: ModuleType, scenarios: list[Any], size: int, desc: str, sampling: int = 0
+) -> Any:
+    """Each scenario played `size` times, with sampling seeds that follow from the scenario's and from `sampling`."""
     return await gather_trajectory_groups(
-        (TrajectoryGroup(game.rollout(model, s, seed=s.seed * 1000 + i) for i in range(size)) for s in scenarios),
+        (
+            TrajectoryGroup(game.rollout(model, s, seed=s.seed * 1000 + sampling + i) for i in range(size))
+            for s in scenarios
+        ),
         pbar_desc=desc,
         max_exceptions=0.1,
     )
@@ -75,7 +80,7 @@ async def play(model: TrainableModel, game: ModuleType, scenarios: list[Any], si
 
 async def evaluate(model: TrainableModel, game: ModuleType, plan: Plan, desc: str) -> dict[str, float]:
     """Means over held-out games, every one a scenario of its own. Logged under split "val" at the model's step."""
-    groups = await play(model, game, game.scenarios(plan.eval_games, HELD_OUT), 1, desc)
+    groups = await play(model, game, game.scenarios(plan.eval_games, HELD_OUT), 1, desc, sampling=plan.seed)
     means: dict[str, float] = game.means(trajectory for group in groups for trajectory in group)
     await model.log(groups, split="val", metrics=means)
     return means

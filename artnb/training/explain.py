@@ -63,9 +63,10 @@ def _example(batch: RowBatch, group: int) -> str:
 def _hints(batch: RowBatch) -> list[str]:
     """What to change when nothing was trained."""
     metrics, reasons = batch.metrics, set(batch.group_reasons.values())
-    hints = cut_short(batch)
+    low, high = metrics.get("reward_min", 0.0), metrics.get("reward_max", 0.0)
+    # Where rewards differ between groups, answers that are cut are not what keeps them equal inside one.
+    hints = cut_short(batch) if low == high else []
     if SkipReason.ALL_EQUAL in reasons:
-        low, high = metrics["reward_min"], metrics["reward_max"]
         if low == high:
             hints.append(
                 f"Every reward is {low:g}, so either no rollout succeeds or every one does: choose tasks that the model"
