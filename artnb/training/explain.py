@@ -65,7 +65,7 @@ def _hints(batch: RowBatch) -> list[str]:
     metrics, reasons = batch.metrics, set(batch.group_reasons.values())
     low, high = metrics.get("reward_min", 0.0), metrics.get("reward_max", 0.0)
     # Where rewards differ between groups, answers that are cut are not what keeps them equal inside one.
-    hints = cut_short(batch) if low == high else []
+    hints = [] if reasons == {SkipReason.ALL_EQUAL} and low != high else cut_short(batch)
     if SkipReason.ALL_EQUAL in reasons:
         if low == high:
             hints.append(
