@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .capture import Collector
 from .config import LoraConfig, TrainConfig, TrainSFTConfig
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from .autotrain import AutoTrainer
     from .backend import ASGIApp, Backend, TrainResult
+    from .notebook.dashboard import Dashboard
+    from .notebook.inspector import Inspector
 
 
 class Registration:
@@ -166,6 +168,67 @@ class Model:
     def trajectories(self, step: int | None = None, split: str | None = None) -> pd.DataFrame:
         """One row per trajectory, from disk."""
         return self._history().trajectories(step=step, split=split)
+
+    def dashboard(
+        self,
+        *,
+        compare: Sequence[Model | Path | str] = (),
+        metrics: Sequence[str] = (),
+        solved: str | None = None,
+        steps: int | None = None,
+        theme: Literal["auto", "light", "dark"] = "auto",
+    ) -> Dashboard:
+        """A live view of the run, before, during and after training; from disk, it needs no backend.
+
+        model.dashboard(compare=[other_model, ".art/demo/models/agent-001"], solved="win", steps=20)
+
+        Args:
+            compare: other models, or folders of models, whose runs are laid over this one.
+            metrics: metrics of yours that get a chart each; any other can be selected in the dashboard.
+            solved: the metric that is the solve rate; None takes the first of the usual names that is logged.
+            steps: how many steps are planned, for an estimate of when the run ends.
+
+        A run has one dashboard: called again, it is the same one with the new options. `close()` ends it.
+        """
+        from .notebook.dashboard import open_dashboard
+
+        return open_dashboard(self, compare=compare, metrics=metrics, solved=solved, steps=steps, theme=theme)
+
+    def inspect(
+        self,
+        step: int | None = None,
+        split: str | None = None,
+        trajectories: Iterable[Trajectory] | None = None,
+        groups: Iterable[TrajectoryGroup] | None = None,
+        *,
+        config: TrainConfig | None = None,
+        max_row_tokens: int | None = None,
+    ) -> Inspector:
+        """Read trajectories in the notebook: list, filters, one by one or a group side by side.
+
+        Without arguments the newest step of the history, training rollouts before others; it needs no backend.
+        `groups` are shown as they are, `trajectories` as one group. `config` and `max_row_tokens` (the model's context)
+        are those of the step, where they were not the default: advantages and reasons come from them.
+
+            inspector = model.inspect(step=3)
+            inspector.selection()  # the trajectories that are ticked, or pass the filters
+        """
+        from .notebook.inspector import Inspector
+
+        if trajectories is not None:
+            if groups is not None:
+                raise ConfigError("inspect: give either trajectories or groups")
+            groups = [TrajectoryGroup(trajectories)]
+        history = self._history() if groups is None else None
+        return Inspector(
+            None if groups is None else as_groups(groups),
+            history=history,
+            step=step,
+            split=split,
+            config=config,
+            max_row_tokens=max_row_tokens,
+            title=self.name,
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, project={self.project!r})"

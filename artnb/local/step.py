@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import os
 import threading
@@ -28,6 +29,7 @@ from ..config import LoraConfig, TrainConfig, TrainSFTConfig
 from ..engines.base import AdapterRef
 from ..errors import CheckpointError, ConfigError, TrainError
 from ..events import EVENTS
+from ..memory import held_bytes
 from ..notebook.progress import Progress
 from ..tracking.history import History
 from ..tracking.summary import summarize
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from .served import ServedBase
 
 T = TypeVar("T")
+logger = logging.getLogger("artnb")
 OPTIMIZER_FILE = "optimizer.pt"
 MISMATCHED_STEPS = 3
 """A run stops after so many steps in a row beyond `max_mismatch_kl`."""
@@ -73,6 +76,7 @@ class TrainedModel:
         self.base: ServedBase | None = None
         self.trainer: Trainer | None = None
         self.warned_cut = False
+        self._sampled = (0, 0.0)  # tokens and seconds of the engine when the last step was committed
         self._mismatched = 0  # steps in a row whose sampler and trainer disagreed
         self._turn = threading.Lock()
 
@@ -206,6 +210,7 @@ class TrainedModel:
         """Keep the step: history, then checkpoint, then serve the new adapter and let the old one go."""
         base = self.served()
         result.metrics["trained"] = float(result.trained)
+        result.metrics |= self._measure(base)
         logged = {**summarize(groups), **result.metrics}
         try:
             await asyncio.to_thread(self.history.log_trajectories, result.step, split, groups, replace=True)
@@ -222,6 +227,11 @@ class TrainedModel:
         await base.engine.drop_adapter(AdapterRef(self.name, before))
         result.metrics["seconds_swap"] = time.monotonic() - started
         swap.close()
+        try:
+            swapped = {"seconds_swap": result.metrics["seconds_swap"]}
+            await asyncio.to_thread(self.history.log_metrics, result.step, split, swapped)
+        except CheckpointError as error:  # the step is complete and served: this number is not worth failing it
+            logger.warning("the swap time of step %d is not in the history: %s", result.step, error)
         for group in groups:
             group._logged.add((self.name, split))
         EVENTS.emit(
@@ -234,6 +244,20 @@ class TrainedModel:
             notes=list(result.notes),
         )
         return result
+
+    def _measure(self, base: ServedBase) -> dict[str, float]:
+        """What the engine sampled since the last step, for all models on this base, and the memory held now."""
+        stats = base.engine.stats()
+        tokens, seconds = stats.generated_tokens - self._sampled[0], stats.forward_seconds - self._sampled[1]
+        self._sampled = (stats.generated_tokens, stats.forward_seconds)
+        metrics = {
+            "generated_tokens": float(tokens),
+            "engine_kv_bytes": float(stats.extra.get("kv_bytes", 0.0)),
+            "memory_bytes": float(held_bytes(base.policy.device)),
+        }
+        if seconds > 0.0:
+            metrics["sampling_tokens_per_second"] = tokens / seconds
+        return metrics
 
 
 async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config: TrainConfig) -> TrainResult:
