@@ -1,0 +1,286 @@
+"""Codenames for one team as a rollout: the same model gives the clues as spymaster and guesses as guesser.
+
+Holds the rules, the checks of clues and guesses, both prompts, the reward and the rollout; the words are in
+codenames_words.py. It does not train: the notebook does. What is simpler than at the table stands at Scenario; why
+the prompts are what they are at GUESSER_PROMPT.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from codenames_words import THEMES, WORDS
+from openai.types.chat.chat_completion import Choice
+
+import artnb as art
+
+Role = Literal["target", "bystander", "assassin"]
+Result = Literal["won", "stopped", "assassin", "no_word", "bad_clue"]
+Spymaster = Literal["model", "themes"]
+
+RESULTS: tuple[Result, ...] = ("won", "stopped", "assassin", "no_word", "bad_clue")
+METRICS = (*RESULTS, "found", "guesses", "first_right")
+_CLUE = re.compile(r"\W*([^\W\d_]+)\W*(\d+)?\W*")
+
+SPYMASTER_PROMPT = "You are the spymaster in Codenames. Answer with one word that fits your words."
+GUESSER_PROMPT = "Answer with one word from the list that fits the clue."
+
+
+@dataclass
+class Game:
+    """Words on the table with their roles, and what was guessed so far."""
+
+    roles: dict[str, Role]
+    guessed: list[str] = field(default_factory=list)
+
+    def hidden(self, role: Role | None = None) -> list[str]:
+        """Words not guessed yet, in the order of the table; of one role, or all."""
+        return [w for w, r in self.roles.items() if w not in self.guessed and role in (None, r)]
+
+    def check_clue(self, clue: str) -> None:
+        """Raises ValueError unless the clue is one word that is no hidden word, no part of one, and holds none."""
+        if not clue.isalpha():
+            raise ValueError(f"{clue!r} is not one word")
+        for word in self.hidden():
+            if clue.lower() in word.lower() or word.lower() in clue.lower():
+                raise ValueError(f"the clue {clue!r} gives away {word!r}, which is on the table")
+
+    def guess(self, word: str) -> Role:
+        """Turn a word over; returns its role. Raises ValueError for a word that is not hidden, and after the end."""
+        if self.over():
+            raise ValueError("the game is over")
+        if word not in self.hidden():
+            raise ValueError(f"{word!r} is not on the table or was guessed; left: {', '.join(self.hidden())}")
+        self.guessed.append(word)
+        return self.roles[word]
+
+    def found(self) -> int:
+        """Targets guessed so far."""
+        return sum(self.roles[word] == "target" for word in self.guessed)
+
+    def won(self) -> bool:
+        return not self.hidden("target")
+
+    def over(self) -> bool:
+        return self.won() or any(self.roles[word] == "assassin" for word in self.guessed)
+
+
+def parse_clue(answer: str, most: int) -> tuple[str, int] | None:
+    """The clue and its number, from an answer that is one word and maybe a number; None for any other answer.
+
+    A number that is missing or not in 1 to `most`, the targets left, becomes `most`.
+    """
+    match = _CLUE.fullmatch(answer.strip())
+    if match is None:
+        return None
+    number = int(match[2]) if match[2] is not None else most
+    return match[1], number if 1 <= number <= most else most
+
+
+def parse_guess(answer: str, words: Sequence[str]) -> str | None:
+    """The word of the list that stands first in the answer, in any case; None where there is none.
+
+    Words count as a whole: "teapot" holds neither "tea" nor "pot".
+    """
+    known = {word.lower(): word for word in words}
+    return next((known[part] for part in re.findall(r"\w+", answer.lower()) if part in known), None)
+
+
+def reward_of(result: Result, found: float) -> float:
+    """`found`, the share of targets found (0 to 1), less 0.5 if it ended at an assassin or without a guess that is a
+    word of the table; -1 if a clue broke the rules. So from -1 to 1, and winning is 1.
+    """
+    return -1.0 if result == "bad_clue" else found - 0.5 * (result in ("assassin", "no_word"))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What the rollouts of a group share: a table of words with their roles, which follow from `seed`.
+
+    Simpler than at the table, each on purpose and most of them to be changed here:
+
+    - there is no other team; a wrong guess ends the clue's guesses, an assassin ends the game;
+    - `words` 6, of which `targets` 2 and `assassins` 1 (at the table: 25, 9 and 1), and `clues` 1;
+    - `themed`: the targets share a theme and no other word is of it, so that a clue of one word can fit them all;
+    - `spymaster` "themes" lets plain Python say the theme: the model only guesses. It needs `themed`;
+    - at most as many guesses as the clue's number (at the table: one more).
+    """
+
+    seed: int
+    words: int = 6
+    targets: int = 2
+    assassins: int = 1
+    clues: int = 1
+    themed: bool = True
+    spymaster: Spymaster = "model"
+
+    def __post_init__(self) -> None:
+        if not (self.targets >= 1 and self.assassins >= 0 and self.targets + self.assassins <= self.words):
+            raise ValueError(f"{self.words} words cannot hold {self.targets} targets and {self.assassins} assassins")
+        if self.themed and (self.targets > 10 or self.words - self.targets > len(THEMES) - 1):
+            raise ValueError(f"themed: at most 10 targets and {len(THEMES) - 1} other words")
+        if self.words > len(WORDS) or self.clues < 1:
+            raise ValueError(f"words={self.words} must be at most {len(WORDS)}, clues={self.clues} at least 1")
+        if self.spymaster not in ("model", "themes") or (self.spymaster == "themes" and not self.themed):
+            raise ValueError(f"spymaster={self.spymaster!r} must be 'model', or 'themes' with themed=True")
+
+    def start(self) -> tuple[Game, str | None]:
+        """The game, and the targets' theme if they have one."""
+        rng = random.Random(self.seed)
+        theme: str | None = None
+        if self.themed:
+            theme, *others = rng.sample(list(THEMES), 1 + self.words - self.targets)
+            chosen = [*rng.sample(THEMES[theme], self.targets), *(rng.choice(THEMES[other]) for other in others)]
+        else:
+            chosen = rng.sample(WORDS, self.words)
+        ends = self.targets, self.targets + self.assassins  # chosen words: targets, then assassins, then bystanders
+        roles: list[Role] = [
+            "target" if i < ends[0] else "assassin" if i < ends[1] else "bystander" for i in range(self.words)
+        ]
+        table = list(zip(chosen, roles, strict=True))
+        rng.shuffle(table)
+        return Game(dict(table)), theme
+
+
+def scenarios(count: int, first_seed: int = 0, **options: Any) -> list[Scenario]:
+    """`count` scenarios with seeds from `first_seed` on; `options` are Scenario's."""
+    return [Scenario(seed=first_seed + i, **options) for i in range(count)]
+
+
+class Player:
+    """One conversation of the model: each question is added to it, and each answer as it was sampled."""
+
+    def __init__(self, model: art.Model, system: str, seed: int | None, step: int | None, temperature: float) -> None:
+        self.model = model
+        self.items: list[Any] = [{"role": "system", "content": system}]
+        self.seed = seed
+        self.step = step
+        self.temperature = temperature
+
+    async def ask(self, question: str, max_tokens: int) -> str:
+        self.items.append({"role": "user", "content": question})
+        options: dict[str, Any] = {} if self.seed is None else {"seed": self.seed + len(self.items)}
+        completion = await self.model.openai_client().chat.completions.create(
+            model=self.model.get_inference_name(step=self.step),
+            messages=art.History(messages_and_choices=self.items).messages(),
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            **options,
+        )
+        choice: Choice = completion.choices[0]
+        self.items.append(choice)
+        return choice.message.content or ""
+
+
+async def rollout(
+    model: art.Model,
+    scenario: Scenario,
+    *,
+    seed: int | None = None,
+    max_tokens: int = 5,
+    temperature: float = 1.0,
+    step: int | None = None,
+) -> art.Trajectory:
+    """Play one game and return it, scored: the guesser's conversation, the spymaster's as additional history.
+
+    `seed` makes the sampling repeatable; games of one group need different ones. `max_tokens` is for a clue and for a
+    guess alike: the longest words of the list have four tokens. `step` asks an older checkpoint.
+    """
+    game, theme = scenario.start()
+    base = None if seed is None else seed * 1024
+    spymaster = Player(model, SPYMASTER_PROMPT, base, step, temperature)
+    guesser = Player(model, GUESSER_PROMPT, None if base is None else base + 512, step, temperature)
+    logs: list[str] = []
+    guesses = 0
+    first_right = False
+    result: Result = "stopped"
+    for turn in range(scenario.clues):
+        if scenario.spymaster == "themes":
+            clue, number = str(theme), len(game.hidden("target"))
+        else:
+            answer = await spymaster.ask(_for_spymaster(game), max_tokens)
+            said = parse_clue(answer, len(game.hidden("target")))
+            try:
+                if said is None:
+                    raise ValueError(f"{answer!r} is not one word")
+                game.check_clue(said[0])
+            except ValueError as error:
+                result = "bad_clue"
+                logs.append(f"clue {turn + 1}: {error}")
+                break
+            clue, number = said
+        logs.append(f"clue {turn + 1}: {clue} {number} for {', '.join(game.hidden('target'))}")
+        question = f"Clue: {clue}. List: {', '.join(game.hidden())}."
+        for _ in range(number):
+            answer = await guesser.ask(question, max_tokens)
+            word = parse_guess(answer, game.hidden())
+            guesses += 1
+            if word is None:
+                result = "no_word"
+                logs.append(f"guess {guesses}: {answer!r} is no word of {', '.join(game.hidden())}")
+                break
+            role = game.guess(word)
+            first_right = first_right or (guesses == 1 and role == "target")
+            logs.append(f"guess {guesses}: {word} is a {role}")
+            if role != "target" or game.over():
+                break
+            question = "Yes. One more word."
+        if result == "no_word" or game.over():
+            break
+    if game.over():
+        result = "won" if game.won() else "assassin"
+    trajectory = art.Trajectory(
+        messages_and_choices=guesser.items if guesses else spymaster.items,
+        additional_histories=[art.History(messages_and_choices=spymaster.items)]
+        if guesses and len(spymaster.items) > 1
+        else [],
+        metadata={"seed": scenario.seed, "spymaster": scenario.spymaster, "words": scenario.words},
+        reward=reward_of(result, game.found() / scenario.targets),
+        logs=[*logs, f"{result}: {game.found()} of {scenario.targets} found"],
+    )
+    trajectory.metrics |= {name: float(result == name) for name in RESULTS}
+    trajectory.metrics |= {"found": game.found(), "guesses": guesses, "first_right": float(first_right)}
+    return trajectory.finish()
+
+
+def _for_spymaster(game: Game) -> str:
+    others = [word for word in game.hidden() if game.roles[word] != "target"]
+    return f"Your words: {', '.join(game.hidden('target'))}. Not: {', '.join(others)}."
+
+
+def means(trajectories: Iterable[art.Trajectory]) -> dict[str, float]:
+    """Mean reward and metrics."""
+    played = list(trajectories)
+    if not played:
+        raise ValueError("there are no games to average")
+    rows = [{"reward": game.reward or 0.0} | {name: float(game.metrics[name]) for name in METRICS} for game in played]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in ("reward", *METRICS)}
+
+
+async def evaluate(
+    model: art.Model,
+    games: Iterable[Scenario],
+    *,
+    seed: int = 0,
+    step: int | None = None,
+    split: str | None = None,
+    desc: str | None = "evaluate",
+) -> dict[str, float]:
+    """Play each scenario once and return `means` over them.
+
+    `step` plays checkpoint `step` instead of the newest. With `split` rollouts and means are kept in the model's
+    history under that name. Use seeds that training does not use:
+
+        await evaluate(model, scenarios(64, first_seed=1_000_000), split="val")
+    """
+    played = await art.gather_trajectories(
+        (rollout(model, scenario, seed=seed + 1000 * i, step=step) for i, scenario in enumerate(games)), pbar_desc=desc
+    )
+    result = means(played)
+    if split is not None:
+        await model.log(played, split=split, metrics=result, step=step)
+    return result

@@ -1,0 +1,290 @@
+"""Words, rules, the reading of clues and guesses, the reward, and whole games through the real endpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artnb.config import TrainConfig
+from artnb.engines.byte_tokenizer import ByteTokenizer
+from artnb.engines.scripted import ScriptedEngine
+from artnb.serving.app import StaticResolver, create_app
+from artnb.serving.chat import ChatFormat
+from artnb.serving.transport import make_async_client
+from artnb.training.rows import rows_from_groups
+from artnb.trajectories import Trajectory, TrajectoryGroup
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from codenames import (
+    GUESSER_PROMPT,
+    RESULTS,
+    SPYMASTER_PROMPT,
+    Game,
+    Scenario,
+    evaluate,
+    means,
+    parse_clue,
+    parse_guess,
+    reward_of,
+    rollout,
+    scenarios,
+)
+from codenames_words import THEMES, WORDS
+
+
+class Both:
+    """What rollout and evaluate need of a model, in front of a scripted engine that plays both roles."""
+
+    def __init__(self, clue: str, guess: Callable[[str], str] | str) -> None:
+        self.guess = guess
+
+        def answer(request: Any) -> str:
+            text = request.prompt_text
+            if SPYMASTER_PROMPT in text:
+                return clue
+            assert GUESSER_PROMPT in text
+            return guess if isinstance(guess, str) else guess(text)
+
+        self.engine = ScriptedEngine(answer)
+        app = create_app(self.engine, ChatFormat(ByteTokenizer()), StaticResolver("base"), api_key="k")
+        self.client = make_async_client(app, "k")
+        self.logged: list[tuple[int, str, dict[str, float], int | None]] = []
+
+    def openai_client(self) -> Any:
+        return self.client
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        return "base"
+
+    async def log(self, played: list[Any], split: str, *, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append((len(played), split, metrics, step))
+
+
+def of_role(scenario: Scenario, role: Any) -> Callable[[str], str]:
+    """Guesses the next word of a role that was not said before in the conversation."""
+    words = scenario.start()[0].hidden(role)
+    return lambda text: next(word for word in words if f"assistant\n{word}" not in text)
+
+
+async def play(scenario: Scenario, clue: str, guess: Callable[[str], str] | str, **options: Any) -> Trajectory:
+    return await rollout(Both(clue, guess), scenario, max_tokens=32, **options)  # type: ignore[arg-type]
+
+
+def test_there_are_enough_words_and_each_stands_once() -> None:
+    assert len(WORDS) == len({word.lower() for word in WORDS}) == 240 >= 200
+    assert all(word.isalpha() for word in WORDS) and all(len(words) == 10 for words in THEMES.values())
+    assert not set(THEMES) & {word.lower() for word in WORDS}
+
+
+def test_a_theme_is_a_legal_clue_for_its_words_on_almost_every_table() -> None:
+    bad = 0
+    for scenario in scenarios(500):
+        game, theme = scenario.start()
+        try:
+            game.check_clue(str(theme))
+        except ValueError:
+            bad += 1
+    assert bad <= 5
+
+
+@pytest.mark.parametrize("clue", ["lion", "LION", "lions", "lio", "piano", "big cat", "cat2", "", "🎉"])
+def test_clues_that_break_the_rules(clue: str) -> None:
+    game = Game({"lion": "target", "piano": "bystander"})
+    with pytest.raises(ValueError, match=r"gives away|not one word"):
+        game.check_clue(clue)
+
+
+def test_a_word_that_was_guessed_may_be_part_of_a_clue() -> None:
+    game = Game({"lion": "target", "tiger": "target", "piano": "bystander"})
+    assert game.guess("lion") == "target" and game.hidden() == ["tiger", "piano"] and game.found() == 1
+    game.check_clue("lioness")
+    game.check_clue("고양이")
+
+
+def test_guesses_turn_words_over_until_the_end() -> None:
+    game = Game({"lion": "target", "rain": "bystander", "bank": "assassin", "tiger": "target"})
+    assert game.guess("rain") == "bystander" and not game.over()
+    for word in ("rain", "Lion", "ocean"):
+        with pytest.raises(ValueError, match="not on the table"):
+            game.guess(word)
+    assert game.guess("bank") == "assassin" and game.over() and not game.won()
+    with pytest.raises(ValueError, match="over"):
+        game.guess("lion")
+    won = Game({"lion": "target", "rain": "bystander"})
+    won.guess("lion")
+    assert won.over() and won.won()
+
+
+@pytest.mark.parametrize(
+    ("answer", "clue"),
+    [
+        ("Animals", ("Animals", 2)),
+        ("animals, 1", ("animals", 1)),
+        (' "Cats" 2.\n', ("Cats", 2)),
+        ("cats 7", ("cats", 2)),
+        ("cats 0", ("cats", 2)),
+        ("고양이", ("고양이", 2)),
+        ("The clue", None),
+        ("cats 1 2", None),
+        ("2", None),
+        ("", None),
+        ("🎉", None),
+        ("a_b", None),
+    ],
+)
+def test_a_clue_is_one_word_and_maybe_a_number(answer: str, clue: tuple[str, int] | None) -> None:
+    assert parse_clue(answer, 2) == clue
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [
+        ("lion", "lion"),
+        ("FRANCE.", "France"),
+        ("It is tea, not lion", "tea"),
+        ("lions", None),
+        ("teapot", None),
+        ("", None),
+        ("1", None),
+        ("🎉 tea", "tea"),
+    ],
+)
+def test_the_first_word_of_the_table_is_the_guess(answer: str, word: str | None) -> None:
+    assert parse_guess(answer, ["tea", "lion", "France"]) == word
+
+
+def test_the_reward_is_bounded_and_in_order() -> None:
+    rewards = [reward_of(result, found) for result in RESULTS for found in (0.0, 0.5, 1.0)]
+    assert min(rewards) == -1.0 and max(rewards) == reward_of("won", 1.0) == 1.0
+    assert reward_of("bad_clue", 0.5) < reward_of("no_word", 0.0) < reward_of("stopped", 0.0)
+    assert reward_of("no_word", 0.5) < reward_of("stopped", 0.5) < reward_of("won", 1.0)
+    assert reward_of("assassin", 0.5) == 0.0
+
+
+@pytest.mark.parametrize("options", [{}, {"words": 25, "targets": 9, "themed": False}, {"words": 9, "targets": 3}])
+def test_a_table_follows_from_its_seed(options: dict[str, Any]) -> None:
+    tables = set()
+    for scenario in scenarios(20, first_seed=5, **options):
+        game, theme = scenario.start()
+        assert game == scenario.start()[0] and len(game.roles) == scenario.words
+        assert len(game.hidden("target")) == scenario.targets and len(game.hidden("assassin")) == 1
+        if scenario.themed:
+            assert {word for word in game.roles if word in THEMES[str(theme)]} == set(game.hidden("target"))
+        else:
+            assert theme is None
+        tables.add(tuple(game.roles.items()))
+    assert len(tables) == 20
+    assert (
+        len({scenario.start()[0].hidden().index(scenario.start()[0].hidden("target")[0]) for scenario in scenarios(60)})
+        > 3
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"words": 2, "targets": 2, "assassins": 1},
+        {"targets": 0},
+        {"clues": 0},
+        {"words": 300, "themed": False},
+        {"words": 30},
+        {"spymaster": "themes", "themed": False},
+        {"spymaster": "me"},
+    ],
+)
+def test_tables_that_cannot_be_laid(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Scenario(seed=0, **options)
+
+
+async def test_a_won_game_holds_both_conversations_with_their_tokens() -> None:
+    scenario = Scenario(seed=3, words=9, targets=3)
+    player = Both("xylo", of_role(scenario, "target"))
+    trajectory = await rollout(player, scenario, seed=5, max_tokens=32)  # type: ignore[arg-type]
+    assert trajectory.reward == 1.0 and trajectory.metrics["won"] == 1.0 and trajectory.metrics["first_right"] == 1.0
+    assert trajectory.metrics["found"] == trajectory.metrics["guesses"] == 3
+    (spymaster,) = trajectory.additional_histories
+    assert (
+        spymaster.messages()[0]["content"] == SPYMASTER_PROMPT and trajectory.messages()[0]["content"] == GUESSER_PROMPT
+    )
+    assert "Clue: xylo." in str(trajectory.messages()[1])
+    seen: list[int] = []  # each guess's prompt goes on exactly where the last guess's tokens ended
+    for choice in trajectory.choices()[:3]:
+        extra = choice.model_extra or {}
+        assert extra["prompt_token_ids"][: len(seen)] == seen
+        seen = extra["prompt_token_ids"] + extra["token_ids"]
+    assert len({request.sampling.seed for request in player.engine.requests}) == len(player.engine.requests) == 4
+
+
+async def test_the_guesser_never_sees_a_role() -> None:
+    scenario = Scenario(seed=8)
+    tables = [scenario.start()[0].hidden(role) for role in ("target", "bystander", "assassin")]
+    trajectory = await play(scenario, "xylo", "none")
+    question = str(trajectory.messages()[1])
+    listed = [word for word in scenario.start()[0].roles if word in question]
+    assert len(listed) == 6 and "target" not in question and listed not in tables
+    secret = trajectory.additional_histories[0].messages()[1]["content"]
+    assert all(word in str(secret) for word in tables[0])
+
+
+@pytest.mark.parametrize(("clue", "why"), [("the clue is", "not one word"), ("", "not one word"), (None, "gives away")])
+async def test_a_clue_against_the_rules_ends_the_game_before_a_guess(clue: str | None, why: str) -> None:
+    scenario = Scenario(seed=2)
+    trajectory = await play(scenario, clue if clue is not None else scenario.start()[0].hidden()[0], "x")
+    assert trajectory.reward == -1.0 and trajectory.metrics["bad_clue"] == 1.0 and why in trajectory.logs[0]
+    assert trajectory.messages()[0]["content"] == SPYMASTER_PROMPT
+    assert not trajectory.additional_histories and len(trajectory.choices()) == 1
+
+
+@pytest.mark.parametrize(("role", "result", "reward"), [("bystander", "stopped", 0.0), ("assassin", "assassin", -0.5)])
+async def test_a_wrong_guess_ends_it(role: str, result: str, reward: float) -> None:
+    scenario = Scenario(seed=6)
+    trajectory = await play(scenario, "xylo", of_role(scenario, role))
+    assert trajectory.reward == reward and trajectory.metrics[result] == 1.0 and trajectory.metrics["guesses"] == 1
+
+
+async def test_an_answer_that_is_no_word_of_the_table_ends_it() -> None:
+    trajectory = await play(Scenario(seed=6), "xylo", "The word is")
+    assert trajectory.reward == -0.5 and trajectory.metrics["no_word"] == 1.0
+    assert "no word of" in trajectory.logs[1]
+
+
+async def test_the_number_limits_the_guesses_and_a_second_clue_goes_on() -> None:
+    scenario = Scenario(seed=7, clues=2)
+    player = Both("xylo 1", of_role(scenario, "target"))
+    trajectory = await rollout(player, scenario, max_tokens=32)  # type: ignore[arg-type]
+    assert trajectory.metrics["won"] == 1.0 and trajectory.metrics["guesses"] == 2
+    (spymaster,) = trajectory.additional_histories
+    found = trajectory.messages()[2]["content"]
+    assert len(spymaster.messages()) == 5 and str(found) not in str(spymaster.messages()[3])
+    one = await play(Scenario(seed=7), "xylo 1", of_role(scenario, "target"))
+    assert one.reward == 0.5 and one.metrics["stopped"] == 1.0
+
+
+async def test_the_theme_as_spymaster_asks_the_model_for_guesses_only() -> None:
+    scenario = Scenario(seed=1, spymaster="themes")
+    trajectory = await play(scenario, "never asked", of_role(scenario, "target"))
+    assert trajectory.reward == 1.0 and not trajectory.additional_histories and len(trajectory.choices()) == 2
+    assert f"Clue: {scenario.start()[1]}." in str(trajectory.messages()[1])
+
+
+async def test_both_conversations_are_trained() -> None:
+    scenario = Scenario(seed=3)
+    good = await play(scenario, "xylo", of_role(scenario, "target"))
+    bad = await play(scenario, "the clue", "x")
+    batch = rows_from_groups([TrajectoryGroup([good, bad])], TrainConfig(), max_row_tokens=None)
+    assert [row.trajectory for row in batch.rows] == [0, 0, 1]
+    assert [row.advantage > 0 for row in batch.rows] == [True, True, False]
+
+
+async def test_evaluate_gives_means_and_keeps_the_games() -> None:
+    player = Both("xylo", "none")
+    result = await evaluate(player, scenarios(4), step=3, split="val", desc=None)  # type: ignore[arg-type]
+    assert player.logged == [(4, "val", result, 3)] and result["no_word"] == 1.0 and result["reward"] == -0.5
+    with pytest.raises(ValueError, match="no games"):
+        means([])
