@@ -6,9 +6,8 @@ know about losses or optimizers.
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..attention import flat_inputs
 from ..config import LoraConfig, check_choice
 from ..errors import ModelError
-from ..memory import available_bytes
+from ..memory import Trimmer, available_bytes
 from .adapters import Adapters
 from .base_model import BaseModel, load_base
 from .logprobs import gather_logprobs, output_head
@@ -201,7 +200,15 @@ class Policy:
         The switch works in training mode; only the layer's own flag is set, so no dropout wakes up below it.
         """
         chosen = self._layers[: self.recomputed_layers(tokens)] if grad else []
-        recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        trim = Trimmer(self.device)
+
+        def recompute(layer_pass: Callable[..., Any], *inputs: Any) -> Any:
+            def trimmed(*again: Any) -> Any:  # runs in the forward pass and in the backward pass
+                trim()
+                return layer_pass(*again)
+
+            return checkpoint(trimmed, *inputs, use_reentrant=False, preserve_rng_state=False)
+
         for layer in chosen:
             layer.gradient_checkpointing, layer.training = True, True
             layer._gradient_checkpointing_func = recompute
