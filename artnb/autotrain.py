@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class AutoTrainer:
     """Trains `model` in the background until stopped. A failed step ends it; `wait` raises what it raised.
 
+    It lives on after its cell. Started again for the same model, the new one takes over and the earlier one stops.
+
     auto = model.auto_train(groups_per_step=4, group_size=8)
     ...  # rollouts in `async with art.trajectory(group=...) as t:` scopes
     await auto.wait(steps=10)
@@ -50,7 +52,7 @@ class AutoTrainer:
         self._ready = asyncio.Event()
         backend = await self.model.ready()
         collector = backend.collector(self.model)
-        collector.on_add = self._wake
+        collector.take_over(self._wake, self.stop)
         try:
             while not self._stopping:
                 if collector.count_ready(self.group_size) < self.groups_per_step:
@@ -65,7 +67,7 @@ class AutoTrainer:
                 if self.on_step is not None:
                     self.on_step(result)
         finally:
-            collector.on_add = None
+            collector.give_up(self.stop)
 
     def _wake(self) -> None:
         if self._loop is not None and self._ready is not None and not self._loop.is_closed():

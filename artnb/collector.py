@@ -50,6 +50,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.on_add: Callable[[], None] | None = None  # called after each add, in the thread that added
+        self._leave: Callable[[], None] | None = None  # tells the present consumer that another one has come
         self._lock = threading.Lock()
         self._groups: dict[Hashable, list[Trajectory]] = {}
 
@@ -60,6 +61,19 @@ class Collector:
             self._groups.setdefault(key, []).append(trajectory)
         if self.on_add is not None:
             self.on_add()
+
+    def take_over(self, on_add: Callable[[], None], leave: Callable[[], None]) -> None:
+        """Become the one consumer: `on_add` is called from now on, and the former consumer's `leave` now."""
+        with self._lock:
+            former, self._leave, self.on_add = self._leave, leave, on_add
+        if former is not None:
+            former()
+
+    def give_up(self, leave: Callable[[], None]) -> None:
+        """End what `take_over` with this `leave` began; nothing if another has taken over since."""
+        with self._lock:
+            if self._leave == leave:
+                self._leave = self.on_add = None
 
     def __len__(self) -> int:
         """Trajectories that wait."""

@@ -336,7 +336,7 @@ async def gather_trajectories(
     works = take(trajectories, (), "gather_trajectories")
     try:
         slots = Slots(max_concurrency)
-        progress = Progress(len(works), pbar_desc, "rollout")
+        progress = Progress(len(works), pbar_desc, "rollout", phase="gather")
         meter = Meter(progress, total_tokens=pbar_total_completion_tokens)
         supervisor = Supervisor(
             total=len(works), max_exceptions=max_exceptions, timeout=timeout, slots=slots, on_end=meter.ended

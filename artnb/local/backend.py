@@ -1,27 +1,29 @@
 """LocalBackend: one engine and one trainer in this process, on the weights that both share.
 
 It chooses device, dtype and engine, says in one line what it chose and why, and can be told otherwise.
-Several models on one backend share their base. The step itself is in step.py.
+Several models on one backend share their base; so do backends of one process with the same path and options, which is
+what a cell that is run again makes. The step itself is in step.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..backend import ASGIApp, TrainResult
-from ..capture import CaptureRegistry, Collector
+from ..capture import Collector
 from ..config import TrainConfig, TrainSFTConfig, check_choice, check_number
 from ..engines.base import AdapterRef
 from ..errors import ConfigError, ModelError
+from ..notebook.progress import Progress
 from ..tracking.history import History
 from ..training.checkpoints import model_folder
 from ..trajectories import Trajectory, TrajectoryGroup
 from .lockfile import FolderLock
+from .resident import RESIDENTS, Resident
 from .served import ServedBase, load_base
 from .step import TrainedModel, run_sft_step, run_step
 
@@ -36,6 +38,9 @@ class LocalBackend:
     backend = art.LocalBackend(path="/content/drive/MyDrive/art", device="cpu", dtype="float32")
 
     `path` is where checkpoints and history live: a plain folder, a mounted drive too.
+
+    Made again with the same path and options, it finds what this process has loaded: one base in memory, one engine.
+    With other options it takes over: what holds the model's folder is closed first. `close` closes it for all.
     """
 
     def __init__(
@@ -86,11 +91,22 @@ class LocalBackend:
         self.seed = seed
         self.served_checkpoints = served_checkpoints
         self.verbose = verbose
-        self.captures = CaptureRegistry()
-        self._bases: dict[str, ServedBase] = {}
-        self._models: dict[str, TrainedModel] = {}
-        self._loading = asyncio.Lock()
+        self._resident: Resident | None = None
         self._closed = False
+
+    @property
+    def _bases(self) -> dict[str, ServedBase]:
+        return {} if self._resident is None else self._resident.bases
+
+    @property
+    def _models(self) -> dict[str, TrainedModel]:
+        return {} if self._resident is None else self._resident.models
+
+    def _key(self) -> tuple[object, ...]:
+        """What makes two backends of a process the same."""
+        where = (self.path.resolve(), self.host, self.port)
+        sizes = (self.context_length, self.max_running, self.kv_tokens, self.served_checkpoints)
+        return (*where, *sizes, self.device, self.dtype, self.seed)
 
     # Registering ---------------------------------------------------------------------------------
 
@@ -102,48 +118,75 @@ class LocalBackend:
         """
         if self._closed:
             raise ConfigError("this LocalBackend is closed; make a new one with art.LocalBackend()")
-        async with self._loading:
-            known = self._models.get(model.name)
+        async with RESIDENTS.turn:
+            joins = self._resident is None or self._resident.closed
+            self._resident = resident = RESIDENTS.join(self._key())
+            folder = model_folder(self.path, model.project, model.name)
+            known = resident.models.get(model.name)
+            if known is not None and known.lost_its_folder():
+                self._say(f"{model.name}: {known.folder} was removed; it starts anew")
+                await resident.drop(known)
+                known = None
             if known is not None:
                 known.check_same(model)
+                if joins:
+                    self._say(f"{model.name} is loaded already, at step {known.step}; folder {folder}")
                 return
-            folder = model_folder(self.path, model.project, model.name)
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FolderLock(folder)
-            lock.acquire()
-            try:
-                trained = TrainedModel(model.name, model.project, model.base_model, model.lora, folder, lock)
-                trained.check_run_file()
-                base = await self._base(model)
-                await trained.attach(base, seed=self.seed)
-            except BaseException:
-                lock.release()
-                raise
-            self._models[model.name] = trained
-            self.captures.register_collector(model.name, trained.collector)
-            if self.verbose:
-                state = f"resumes at step {trained.step}" if trained.step else "starts at step 0"
-                print(f"artnb: {model.name} {state}; folder {folder}", flush=True)
+            other = RESIDENTS.holder(folder)
+            if other is not None and other is not resident:
+                self._say(f"{folder} was held by an earlier backend with other options; that one is closed")
+                await RESIDENTS.close(other)
+            trained = await self._load(resident, model, folder)
+            state = f"resumes at step {trained.step}" if trained.step else "starts at step 0"
+            self._say(f"{model.name} {state}; folder {folder}")
 
-    async def _base(self, model: TrainableModel) -> ServedBase:
+    def _say(self, line: str) -> None:
+        if self.verbose:
+            print(f"artnb: {line}", flush=True)
+
+    async def _load(self, resident: Resident, model: TrainableModel, folder: Path) -> TrainedModel:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder)
+        lock.acquire()
+        try:
+            trained = TrainedModel(model.name, model.project, model.base_model, model.lora, folder, lock)
+            trained.check_run_file()
+            base = await self._base(resident, model)
+            await trained.attach(base, seed=self.seed)
+        except BaseException:
+            lock.release()
+            raise
+        resident.add(trained)
+        return trained
+
+    async def _base(self, resident: Resident, model: TrainableModel) -> ServedBase:
         key = str(model.base_model)
-        if key not in self._bases:
-            for other in self._bases.values():
+        if key not in resident.bases:
+            for other in resident.bases.values():
                 if other.policy.device.type != "cpu":
                     raise ModelError(
-                        f"this backend already holds {other.name} on {other.policy.device}; "
-                        f"close it, or use a second backend, before loading {key}"
+                        f"this backend already holds {other.name} on {other.policy.device}; `await backend.close()` "
+                        f"before loading {key}, or give a second backend another path="
                     )
-            base = await asyncio.to_thread(load_base, key, self, model.lora)
-            self._bases[key] = base
-            if self.verbose:
-                print(f"artnb: {base.describe()}", flush=True)
-        return self._bases[key]
+            desc = f"load {Path(key).name}" if self.verbose else None
+            with Progress(None, desc, "weight", phase="load") as bar:
+                bar.update(0)  # the dashboard shows the phase while files are still being fetched and opened
+
+                def report(done: int, total: int) -> None:
+                    if bar.total != total:
+                        bar.set_total(total)
+                    bar.update(done)
+
+                base = await asyncio.to_thread(load_base, key, self, resident.captures, model.lora, report)
+            resident.bases[key] = base
+            self._say(base.describe())
+        return resident.bases[key]
 
     def _trained(self, model: TrainableModel) -> TrainedModel:
         trained = self._models.get(model.name)
         if trained is None or trained.base is None:
-            state = "closed" if self._closed else "not registered here"
+            closed = self._closed or (self._resident is not None and self._resident.closed)
+            state = "closed" if closed else "not registered here"
             raise ConfigError(f"{model.name} is {state}; call `await model.register(backend)` first")
         return trained
 
@@ -229,16 +272,14 @@ class LocalBackend:
     # Closing -------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End requests, stop the server, give memory and folders back. May be called again."""
+        """End requests and steps, stop the server, give memory and folders back. May be called again.
+
+        Backends that share what this one holds are closed with it; they may register their models again.
+        """
         self._closed = True
-        models, self._models = list(self._models.values()), {}
-        bases, self._bases = list(self._bases.values()), {}
-        for base in bases:
-            await base.close()
-        for trained in models:
-            self.captures.unregister_collector(trained.name)
-            trained.detach()
-        gc.collect()
+        async with RESIDENTS.turn:
+            if self._resident is not None:
+                await RESIDENTS.close(self._resident)
 
     async def __aenter__(self) -> LocalBackend:
         return self

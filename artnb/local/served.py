@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backend import ASGIApp
+from ..capture import CaptureRegistry
 from ..config import LoraConfig
 from ..engines.base import AdapterRef
 from ..engines.transformers import TransformersEngine
@@ -18,6 +19,7 @@ from ..serving.app import Served, create_app
 from ..serving.chat import ChatFormat
 from ..serving.server import Server
 from ..training.policy import Policy, load_policy
+from .loading import Report, watched_weights
 
 if TYPE_CHECKING:
     from .backend import LocalBackend
@@ -27,13 +29,20 @@ if TYPE_CHECKING:
 class ServedBase:
     """Weights, engine, app and (once asked for) server of one base. Resolves model names for the endpoint."""
 
-    def __init__(self, name: str, policy: Policy, engine: TransformersEngine, backend: LocalBackend) -> None:
+    def __init__(
+        self,
+        name: str,
+        policy: Policy,
+        engine: TransformersEngine,
+        backend: LocalBackend,
+        captures: CaptureRegistry,
+    ) -> None:
         self.name = name
         self.policy = policy
         self.engine = engine
         self.chat = ChatFormat(policy.tokenizer)
         self.api_key = secrets.token_urlsafe(24)
-        self.app: ASGIApp = create_app(engine, self.chat, self, api_key=self.api_key, captures=backend.captures)
+        self.app: ASGIApp = create_app(engine, self.chat, self, api_key=self.api_key, captures=captures)
         self.models: dict[str, TrainedModel] = {}
         self._told = (backend.device, backend.dtype)
         self._served_checkpoints = backend.served_checkpoints
@@ -92,6 +101,13 @@ class ServedBase:
         self._older.pop(ref, None)
         await self.engine.drop_adapter(ref)
 
+    async def remove(self, trained: TrainedModel) -> None:
+        """Stop serving a model and free its adapters; requests that use them end first."""
+        self.models.pop(trained.name, None)
+        for ref in [ref for ref in self.engine.adapters() if ref.name == trained.name]:
+            await self.forget(ref)
+        self.policy.drop_adapter(trained.adapter)
+
     # HTTP ------------------------------------------------------------------------------------------
 
     def start_server(self, host: str, port: int) -> str:
@@ -109,11 +125,14 @@ class ServedBase:
         await self.engine.close()
 
 
-def load_base(name: str, backend: LocalBackend, lora: LoraConfig) -> ServedBase:
-    """Load weights and start the engine. Blocks: runs in a worker thread."""
-    policy = load_policy(
-        name, lora=lora, device=backend.device, dtype=backend.dtype, context_length=backend.context_length
-    )
+def load_base(
+    name: str, backend: LocalBackend, captures: CaptureRegistry, lora: LoraConfig, report: Report
+) -> ServedBase:
+    """Load weights and start the engine. Blocks: runs in a worker thread. `report` hears of each weight."""
+    with watched_weights(report):
+        policy = load_policy(
+            name, lora=lora, device=backend.device, dtype=backend.dtype, context_length=backend.context_length
+        )
     engine = TransformersEngine(
         policy,
         eos_token_ids=policy.eos_token_ids,
@@ -122,4 +141,4 @@ def load_base(name: str, backend: LocalBackend, lora: LoraConfig) -> ServedBase:
         max_running=backend.max_running,
         seed=backend.seed,
     )
-    return ServedBase(name, policy, engine, backend)
+    return ServedBase(name, policy, engine, backend, captures)

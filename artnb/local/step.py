@@ -41,6 +41,8 @@ from ..training.trainer import StepResult, Trainer
 from ..training.types import RowBatch
 from ..trajectories import Trajectory, TrajectoryGroup
 from .lockfile import FolderLock
+from .resident import Turn
+from .worker import StepInterrupted, in_worker
 
 if TYPE_CHECKING:
     from ..model import TrainableModel
@@ -51,10 +53,6 @@ logger = logging.getLogger("artnb")
 OPTIMIZER_FILE = "optimizer.pt"
 MISMATCHED_STEPS = 3
 """A run stops after so many steps in a row beyond `max_mismatch_kl`."""
-
-
-class StepInterrupted(BaseException):
-    """Raised between two packs to end a step whose caller was cancelled; never leaves this module."""
 
 
 class TrainedModel:
@@ -78,7 +76,8 @@ class TrainedModel:
         self.warned_cut = False
         self._sampled = (0, 0.0)  # tokens and seconds of the engine when the last step was committed
         self._mismatched = 0  # steps in a row whose sampler and trainer disagreed
-        self._turn = threading.Lock()
+        self._turn = Turn()
+        self._stops: set[threading.Event] = set()  # of the step that runs, if any
 
     # Coming and going ----------------------------------------------------------------------------
 
@@ -115,6 +114,15 @@ class TrainedModel:
                 f"{self.lora}; the new handle differs. Use another name= or backend.close() first"
             )
 
+    @property
+    def adapter(self) -> str:
+        """What the policy calls the adapter that is trained."""
+        return "train-" + self.name.replace(".", "_dot_")
+
+    def lost_its_folder(self) -> bool:
+        """Whether somebody removed the model's folder, to start anew, while it was loaded."""
+        return not (self.folder / "run.json").exists()
+
     def _lora(self) -> dict[str, Any]:
         return json.loads(json.dumps(self.lora.__dict__))  # type: ignore[no-any-return]
 
@@ -127,7 +135,7 @@ class TrainedModel:
 
     def _resume(self, base: ServedBase, seed: int) -> Path:
         self.store.clean()
-        adapter = "train-" + self.name.replace(".", "_dot_")
+        adapter = self.adapter
         latest = self.store.latest()
         if latest is None:
             base.policy.add_adapter(adapter, self.lora)
@@ -143,9 +151,9 @@ class TrainedModel:
         self.history.truncate_after(latest)
         return self.store.path(latest)
 
-    def detach(self) -> None:
-        """Give the folder back."""
-        self.base = None
+    async def detach(self) -> None:
+        """End the step that runs and give the folder back."""
+        await self.end_step()
         self.trainer = None
         self.history.close()
         self.lock.release()
@@ -159,13 +167,33 @@ class TrainedModel:
 
     @asynccontextmanager
     async def turn(self) -> AsyncGenerator[None]:
-        """One step at a time, whichever event loop asks: an asyncio.Lock belongs to one loop only."""
-        while not self._turn.acquire(blocking=False):
-            await asyncio.sleep(0.05)
-        try:
+        """One step at a time. Raises ConfigError when the model was closed while this one waited."""
+        async with self._turn:
+            self.served()
             yield
+
+    async def in_worker(self, work: Callable[[threading.Event], T]) -> T:
+        """Run `work(stop)` in a thread. When the caller is cancelled, set `stop`, wait for its end, then pass it on.
+
+        Raises TrainError when `end_step` stopped it.
+        """
+        stop = threading.Event()
+        self._stops.add(stop)
+        try:
+            return await in_worker(work, stop)
+        except StepInterrupted:
+            raise TrainError(
+                f"{self.name} was closed while the step ran; the last complete step is {self.step}", phase="train"
+            ) from None
         finally:
-            self._turn.release()
+            self._stops.discard(stop)
+
+    async def end_step(self) -> None:
+        """Stop the step that runs, if any, and wait until it has ended; those that wait find the model closed."""
+        for stop in list(self._stops):
+            stop.set()
+        async with self._turn:
+            self.base = None
 
     def _save(self, step: int, metrics: dict[str, float]) -> Path:
         trainer = self.trainer
@@ -278,7 +306,7 @@ async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config:
                     with base.engine.hold():
                         return trainer.step(batch, config, step=step, on_progress=_progress(bar, stop))
 
-                done = await _in_worker(work)
+                done = await trained.in_worker(work)
             result.metrics.update(done.metrics)
         else:
             result.trained = False
@@ -324,7 +352,7 @@ async def run_sft_step(trained: TrainedModel, trajectories: list[Trajectory], co
 
         if batches:
             try:
-                result.metrics.update(await _in_worker(train))
+                result.metrics.update(await trained.in_worker(train))
             except BaseException:
                 await asyncio.to_thread(trained.undo)
                 raise
@@ -343,28 +371,13 @@ def _by_trajectory(batch: RowBatch, size: int) -> list[RowBatch]:
 
 
 def _progress(bar: Progress | None, stop: threading.Event) -> Callable[..., None]:
-    def on_progress(done: int = 1, **shown: float) -> None:
+    def on_progress(done: int = 1, *, total: int | None = None, **shown: float) -> None:
         if stop.is_set():
             raise StepInterrupted
-        if bar is not None:
-            bar.update(done, **shown)
+        if bar is None:
+            return
+        if total is not None:
+            bar.set_total(total)
+        bar.update(done, **shown)
 
     return on_progress
-
-
-async def _in_worker(work: Callable[[threading.Event], T]) -> T:
-    """Run `work(stop)` in a thread. When the caller is cancelled, set `stop`, wait for its end, then pass it on."""
-    stop = threading.Event()
-    task = asyncio.ensure_future(asyncio.to_thread(work, stop))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        stop.set()
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                continue  # a second interrupt does not leave a half-made step behind
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, StepInterrupted):
-            raise error from None
-        raise

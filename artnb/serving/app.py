@@ -48,34 +48,41 @@ def create_app(
     metrics = EndpointMetrics(engine)
     service = Service(engine, chat, resolver, TokenJson(chat))
     completions = ChatCompletions(service, captures or CaptureRegistry(), on_choice, metrics)
-    app.router.routes.append(Route("/v1/chat/completions", completions, methods=["POST"]))
     started = int(time.time())
 
     def describe(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": started, "owned_by": "artnb"}
 
-    @app.get("/v1/models")
-    async def models() -> JSONResponse:
+    async def models(request: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [describe(name) for name in resolver.names()]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> JSONResponse:
-        names = resolver.names()
+    async def model(request: Request) -> JSONResponse:
+        name, names = request.path_params["name"], resolver.names()
         if name in names:
             return JSONResponse(describe(name))
         text = f"no model is served as {name!r}; served are: {', '.join(names)}"
         return JSONResponse(error_body(text, "invalid_request_error", "model", "model_not_found"), 404)
 
-    @app.get("/health")
-    async def health() -> JSONResponse:
+    async def health(request: Request) -> JSONResponse:
         state = engine.state
         status = "unavailable" if state == "closed" else "ok"
         body = {"status": status, "phase": state, "engine": engine.description}
         return JSONResponse(body, 503 if state == "closed" else 200)
 
-    @app.get("/metrics")
-    async def prometheus() -> Response:
+    async def prometheus(request: Request) -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    # Starlette's routes: FastAPI's own keep every endpoint function in caches of the process, and with it, through its
+    # closure, engine and weights of a backend that was closed.
+    app.router.routes.extend(
+        [
+            Route("/v1/chat/completions", completions, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/health", health),
+            Route("/metrics", prometheus),
+        ]
+    )
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

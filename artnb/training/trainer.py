@@ -27,7 +27,8 @@ from .tree_attention import TreeAttend
 from .types import Pack, Row, RowBatch
 
 OnProgress = Callable[..., None]
-"""Called as `on_progress(1, loss=...)` after each pack. What it raises ends the step."""
+"""Called as `on_progress(0, total=packs)`, then as `on_progress(1, loss=...)` after each pack. What it raises ends the
+step."""
 
 
 @dataclass(slots=True)
@@ -91,6 +92,8 @@ class Trainer:
         def work(run: _Progress) -> list[_Placed]:
             parts = self._deal(_trained(batch), config.minibatches)
             minibatches = [self._place(part, config.max_tokens_per_pack) for part in parts]
+            counts = [len(minibatch) for minibatch in minibatches]
+            run.report(0, total=sum(counts[1:]) + config.num_iterations * sum(counts))
             self._old_logprobs(run, minibatches[1:])
             rate = config.learning_rate_at(step)
             for iteration in range(config.num_iterations):

@@ -1,0 +1,31 @@
+"""A step in a worker thread that can be stopped between two packs, and is always waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class StepInterrupted(BaseException):
+    """Raised between two packs to end a step whose caller was cancelled, or whose model was closed."""
+
+
+async def in_worker(work: Callable[[threading.Event], T], stop: threading.Event) -> T:
+    """Run `work(stop)` in a thread. When the caller is cancelled, set `stop`, wait for its end, then pass it on."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, stop))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        stop.set()
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                continue  # a second interrupt does not leave a half-made step behind
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, StepInterrupted):
+            raise error from None
+        raise
