@@ -103,7 +103,7 @@ function render({ model, el }) {
     bar.replaceChildren(
       ...(index.title ? [make("b", "", index.title)] : []),
       ...(index.saved.length ? [place] : []),
-      input("text", "text in messages", "150px"), input("low", "reward ≥", "74px", "number"), input("high", "reward ≤", "74px", "number"),
+      input("text", "text in messages", "150px"), input("low", "reward ≥", "88px", "number"), input("high", "reward ≤", "88px", "number"),
       choice("stop", "stop reason", [["", "any stop reason"], ...index.stops.map((stop) => [stop, stop])]),
       choice("trained", "trained", [["", "trained or not"], ["yes", "trained"], ["no", "not trained"]]),
       ...(names.length ? [
@@ -209,7 +209,7 @@ function render({ model, el }) {
     const values = known && known.get(row.number);
     if (!values) return;
     const [trained, advantage, reason] = values;
-    node.textContent = trained ? (advantage === null ? "●" : `● ${signed(advantage, 2)}`) : "○";
+    node.textContent = trained ? (advantage === null ? "●" : `● ${signed(+advantage.toFixed(2))}`) : "○";
     node.title = trained ? `trained${advantage === null ? "" : ` with advantage ${signed(advantage)}`}${reason ? `: ${reason}` : ""}` : `not trained: ${reason}`;
   }
   function groupRow(row) {
@@ -341,11 +341,8 @@ function render({ model, el }) {
     for (const kept of [state.standings, state.kept, state.closed, state.wanted]) kept.clear();
     drawBar();
     arrange();
-    if (index.group.length) open(bestNumber(index));
+    if (index.group.length) open(0);
     else detail.replaceChildren(make("div", "note", "There are no trajectories."));
-  }
-  function bestNumber(index) {
-    return index.height.reduce((best, height, at) => ((height ?? -1) > (index.height[best] ?? -1) ? at : best), 0);
   }
   function ticksChanged() {
     state.selected = new Set(model.get("selected"));

@@ -118,11 +118,22 @@ function bubble(message, show) {
   if (message.finish) head.append(make("span", message.finish === "length" ? "warn" : "", message.finish === "length" ? "cut by max_tokens" : message.finish));
   node.append(head);
   const coloured = show.colouring !== "text" && message.tokens && message.tokens.texts.length;
-  if (message.reasoning && !coloured) node.append(fold("reasoning", () => prose(message.reasoning), "fold reasoning"));
+  const { other } = show;
+  if (message.reasoning && !coloured) {
+    const differs = other && other.reasoning !== message.reasoning;
+    node.append(fold(differs ? "reasoning ◆ differs" : "reasoning", () => (differs ? marked(message.reasoning, other.reasoning) : prose(message.reasoning)), "fold reasoning"));
+  }
   if (coloured) node.append(tokenStream(message.tokens, show.colouring, message.state === "trained" ? show.advantage : null));
-  else if (message.role === "tool" && message.text.length > 160 && !show.other) node.append(fold(`result: ${message.text.slice(0, 80).replace(/\s+/g, " ")}…`, () => prose(message.text)));
-  else if (message.text) node.append(show.other ? marked(message.text, show.other.text) : prose(message.text));
-  for (const call of message.calls) node.append(fold(`calls ${call.name}`, () => prose(call.arguments, "text code"), "fold call"));
+  else if (message.role === "tool" && message.text.length > 160 && !other) node.append(fold(`result: ${message.text.slice(0, 80).replace(/\s+/g, " ")}…`, () => prose(message.text)));
+  else if (message.text) node.append(other ? marked(message.text, other.text) : prose(message.text));
+  message.calls.forEach((call, at) => {
+    const before = other && (other.calls[at] || { name: "", arguments: "" });
+    const differs = before && (before.name !== call.name || before.arguments !== call.arguments);
+    const inside = () => (differs ? marked(call.arguments, before.arguments, "text code") : prose(call.arguments, "text code"));
+    const folded = fold(`calls ${call.name}${differs ? " ◆ differs" : ""}`, inside, "fold call");
+    folded.open = Boolean(differs);
+    node.append(folded);
+  });
   if (message.missing) {
     const more = make("div", "note", `${message.missing.toLocaleString()} characters are not shown `);
     if (show.whole) more.append(button("show all", "fetch the whole trajectory", show.whole));
@@ -205,8 +216,8 @@ function differing(mine, theirs) {
   return flags;
 }
 
-function marked(text, other) {
-  const node = prose("");
+function marked(text, other, className = "text") {
+  const node = prose("", className);
   const mine = words(text);
   const flags = differing(mine, words(other));
   for (let from = 0; from < mine.length; ) {
@@ -226,7 +237,9 @@ function sameMessage(a, b) {
 function compareView(trajectories, reference, show, onReference) {
   const node = make("div", "columns");
   const base = trajectories[reference];
-  trajectories.forEach((values, at) => {
+  const order = [reference, ...trajectories.keys()].filter((at, place) => at !== reference || !place);
+  order.forEach((at) => {
+    const values = trajectories[at];
     const column = make("div", `column${at === reference ? " reference" : ""}`);
     const top = heading({ ...values, metadata: [] }, `trajectory ${values.index}`);
     if (at === reference) top.append(make("span", "tag", "the others are compared with this one"));
@@ -241,7 +254,7 @@ function compareView(trajectories, reference, show, onReference) {
       } else {
         if (first) column.append(make("div", "first", "◆ first difference"));
         first = false;
-        const against = other && other.role === message.role ? other : { text: "" };
+        const against = other && other.role === message.role ? other : { text: "", reasoning: "", calls: [] };
         const drawn = bubble(message, { ...show, advantage: values.advantage ?? null, other: against });
         drawn.classList.add("differs");
         column.append(drawn);
