@@ -16,7 +16,7 @@ from .capture import Collector
 from .config import LoraConfig, TrainConfig, TrainSFTConfig
 from .errors import ConfigError, nearest
 from .events import EVENTS
-from .notebook.loop import run_sync, spawn
+from .notebook.loop import run_sync, spawn, ticking
 from .tracking.history import History
 from .tracking.summary import summarize
 from .training.checkpoints import check_name, model_folder, steps_to_delete
@@ -40,7 +40,14 @@ class Registration:
         self._future = future
 
     def __await__(self) -> Generator[Any, None, None]:
-        return asyncio.wrap_future(self._future).__await__()
+        return self.wait().__await__()
+
+    async def wait(self) -> None:
+        """Wait until it is done; being cancelled meanwhile does not stop it. Raises what it raised."""
+        if self._future.done():
+            return self._future.result()
+        with ticking():
+            await asyncio.shield(asyncio.wrap_future(self._future))
 
     def result(self, timeout: float | None = None) -> None:
         """Wait from synchronous code; raises what the registration raised."""
@@ -204,14 +211,11 @@ class Model:
         config: TrainConfig | None = None,
         max_row_tokens: int | None = None,
     ) -> Inspector:
-        """Read trajectories in the notebook: list, filters, one by one or a group side by side.
+        """Read trajectories in the notebook: `inspector = model.inspect()`, then `inspector.selection()`.
 
         Without arguments the newest step of the history, training rollouts before others; it needs no backend.
         `groups` are shown as they are, `trajectories` as one group. `config` and `max_row_tokens` (the model's context)
         are those of the step, where they were not the default: advantages and reasons come from them.
-
-            inspector = model.inspect(step=3)
-            inspector.selection()  # the trajectories that are ticked, or pass the filters
         """
         from .notebook.inspector import Inspector
 
@@ -287,7 +291,7 @@ class TrainableModel(Model):
         """Wait for the registration; returns the backend."""
         backend = self.backend()
         assert self._registration is not None
-        await asyncio.shield(asyncio.wrap_future(self._registration._future))
+        await self._registration.wait()
         return backend
 
     def _ready_sync(self) -> Backend:

@@ -161,6 +161,30 @@ def test_torn_and_foreign_lines_are_left_out(saved: History) -> None:
     assert VERSION == 1
 
 
+@pytest.mark.parametrize(
+    "text", ["plain words 12", "Straße", "KELVIN", "\u212aelvin", "a\\u0062c", "tab\there", "한글"]
+)
+def test_texts_on_disk_are_found_as_those_in_memory(tmp_path: Path, text: str) -> None:
+    parts = [{"type": "text", "text": "plain "}, {"type": "text", "text": "words 12"}]
+    called = {"role": "assistant", "tool_calls": [call("f", json.dumps({"q": text}))]}
+    group = TrajectoryGroup(
+        [
+            simple(0.0, f"before {text} after"),
+            Trajectory(messages_and_choices=[{"role": "user", "content": parts}]),  # type: ignore[list-item, misc]
+            Trajectory(
+                messages_and_choices=[{"role": "assistant", "tool_calls": [call("f", json.dumps({"q": text}))]}]
+            ),  # type: ignore[list-item, misc]
+            simple(1.0, "other"),
+        ]
+    )
+    history = History(tmp_path / "m")
+    history.log_trajectories(1, "train", [group])
+    memory, disk = Inspector([group]), Inspector(history=history)
+    for needle in (text, text.upper(), text.casefold(), "plain words", "strasse", "kelvin", "abc", "words", "nowhere"):
+        assert disk.find(text=needle) == memory.find(text=needle), needle
+    assert 0 in disk.find(text=text) and disk.find(text="nowhere") == []
+
+
 def test_a_key_in_the_metadata_does_not_end_the_head(tmp_path: Path) -> None:
     history = History(tmp_path / "m")
     text = ',"messages_and_choices":[{'

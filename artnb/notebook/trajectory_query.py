@@ -72,7 +72,7 @@ class Finder:
         found = [n for n in numbers if self._passes(n, query)]
         if query.text:
             needle = query.text.casefold()
-            found = [n for n in found if needle in self._text(n)]
+            found = [n for n in found if self._holds(n, needle)]
         if query.trained is not None:
             found = [n for n in found if self._standings.of(n).trained is query.trained]
         if query.sort == "group":
@@ -97,6 +97,11 @@ class Finder:
         if sort == "reward":
             return finite(head.reward)
         return {"turns": float(head.turns), "tokens": float(head.tokens), "stop": head.stop_reason}[sort]
+
+    def _holds(self, number: int, needle: str) -> bool:
+        if number not in self._texts and not self._source.may_hold(number, needle):
+            return False
+        return needle in self._text(number)
 
     def _text(self, number: int) -> str:
         with self._mutex:

@@ -32,6 +32,7 @@ class Source(Protocol):
 
     def trajectory(self, number: int) -> Trajectory: ...
     def messages(self, number: int) -> Sequence[Any]: ...
+    def may_hold(self, number: int, text: str) -> bool: ...
     def group(self, number: int) -> TrajectoryGroup: ...
 
 
@@ -58,6 +59,10 @@ class MemorySource:
     def messages(self, number: int) -> Sequence[Any]:
         trajectory = self._trajectories[number]
         return [*trajectory.messages(), *(m for h in trajectory.additional_histories for m in h.messages())]
+
+    def may_hold(self, number: int, text: str) -> bool:
+        """Nothing is known of a text before it is looked for."""
+        return True
 
     def group(self, number: int) -> TrajectoryGroup:
         return self._groups[number]
