@@ -2,7 +2,7 @@
 
 Holds the rules, the checks of clues and guesses, both prompts, the reward and the rollout; the words are in
 codenames_words.py. It does not train: the notebook does. What is simpler than at the table stands at Scenario; why
-the prompts are what they are at GUESSER_PROMPT.
+the prompts are what they are at choice_prompt.
 """
 
 from __future__ import annotations
@@ -20,14 +20,34 @@ import artnb as art
 
 Role = Literal["target", "bystander", "assassin"]
 Result = Literal["won", "stopped", "assassin", "no_word", "bad_clue"]
-Spymaster = Literal["model", "themes"]
+Spymaster = Literal["choices", "free", "themes"]
 
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 RESULTS: tuple[Result, ...] = ("won", "stopped", "assassin", "no_word", "bad_clue")
 METRICS = (*RESULTS, "found", "guesses", "first_right")
 _CLUE = re.compile(r"\W*([^\W\d_]+)\W*(\d+)?\W*")
 
-SPYMASTER_PROMPT = "You are the spymaster in Codenames. Answer with one word that fits your words."
-GUESSER_PROMPT = "Answer with one word from the list that fits the clue."
+FREE_PROMPT = "You are the spymaster in Codenames. Answer with one word that fits your words."
+
+
+def choice_prompt(count: int) -> str:
+    """The system prompt of both roles where the answer is a letter.
+
+    Chosen by measuring SmolLM2-135M-Instruct at temperature 1: the probability that the first token of the guesser's
+    answer is a word, letter or number of the list, and which, for six words, two of them of the clue's theme:
+
+        "Answer with one word from the list that fits the clue."; "Clue: animal. List: tea, lion, …"      0.13
+        "Pick the word that fits the clue. Answer with the number only."; "1 tea 2 lion … Clue: animal.
+            Pick one number."                                                                    0.32, most of it 1
+        this one; "Which is animal? A tea B lion …" in one line                                  0.81, most of it A
+        this one; "Which word goes with animal?" and a line for each word, "A. tea"       0.90, at most 0.23 a letter
+
+    Answering with the word itself, 60 of 64 games ended at once with no word of the table, and where the model said a
+    clue of its own 57 to 61 of 64 broke the rules ("The correct answer"): most groups were equal, there was nothing to
+    learn from. In the form of a multiple-choice question, which it knows, it answers, and is wrong often enough.
+    """
+    letters = [*LETTERS[:count]]
+    return f"Multiple choice. Answer with one letter: {', '.join(letters[:-1])} or {letters[-1]}."
 
 
 @dataclass
@@ -81,13 +101,19 @@ def parse_clue(answer: str, most: int) -> tuple[str, int] | None:
     return match[1], number if 1 <= number <= most else most
 
 
-def parse_guess(answer: str, words: Sequence[str]) -> str | None:
-    """The word of the list that stands first in the answer, in any case; None where there is none.
+def parse_choice(answer: str, choices: Sequence[str]) -> str | None:
+    """The choice whose letter, or which itself, stands first in the answer, in any case; None where there is none.
 
-    Words count as a whole: "teapot" holds neither "tea" nor "pot".
+    Words count as a whole: "teapot" holds neither "tea" nor "pot", and "Ann" not the letter A.
     """
-    known = {word.lower(): word for word in words}
-    return next((known[part] for part in re.findall(r"\w+", answer.lower()) if part in known), None)
+    known = {choice.lower(): choice for choice in choices}
+    known |= {letter.lower(): choice for letter, choice in zip(LETTERS, choices, strict=False)}
+    return next((known[part] for part in re.findall(r"[\w']+", answer.lower()) if part in known), None)
+
+
+def question(text: str, choices: Sequence[str]) -> str:
+    """A question and a line for each choice: "A. tea"."""
+    return "\n".join([text, *(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))])
 
 
 def reward_of(result: Result, found: float) -> float:
@@ -106,8 +132,9 @@ class Scenario:
     - there is no other team; a wrong guess ends the clue's guesses, an assassin ends the game;
     - `words` 6, of which `targets` 2 and `assassins` 1 (at the table: 25, 9 and 1), and `clues` 1;
     - `themed`: the targets share a theme and no other word is of it, so that a clue of one word can fit them all;
-    - `spymaster` "themes" lets plain Python say the theme: the model only guesses. It needs `themed`;
-    - at most as many guesses as the clue's number (at the table: one more).
+    - `spymaster` "choices": the model picks the clue from `choices` themes, and only the targets' own is accepted;
+      "free": it says a clue of its own, as at the table; "themes": plain Python says the theme, the model only guesses;
+    - at most as many guesses as the clue's number (at the table: one more); only in "free" the spymaster says it.
     """
 
     seed: int
@@ -116,17 +143,20 @@ class Scenario:
     assassins: int = 1
     clues: int = 1
     themed: bool = True
-    spymaster: Spymaster = "model"
+    spymaster: Spymaster = "choices"
+    choices: int = 4
 
     def __post_init__(self) -> None:
         if not (self.targets >= 1 and self.assassins >= 0 and self.targets + self.assassins <= self.words):
             raise ValueError(f"{self.words} words cannot hold {self.targets} targets and {self.assassins} assassins")
         if self.themed and (self.targets > 10 or self.words - self.targets > len(THEMES) - 1):
             raise ValueError(f"themed: at most 10 targets and {len(THEMES) - 1} other words")
-        if self.words > len(WORDS) or self.clues < 1:
-            raise ValueError(f"words={self.words} must be at most {len(WORDS)}, clues={self.clues} at least 1")
-        if self.spymaster not in ("model", "themes") or (self.spymaster == "themes" and not self.themed):
-            raise ValueError(f"spymaster={self.spymaster!r} must be 'model', or 'themes' with themed=True")
+        if not 2 <= self.words <= len(LETTERS) or self.clues < 1:
+            raise ValueError(f"words={self.words} must be 2 to {len(LETTERS)}, clues={self.clues} at least 1")
+        if self.spymaster not in ("choices", "free", "themes") or not (self.themed or self.spymaster == "free"):
+            raise ValueError(f"spymaster={self.spymaster!r} must be 'free', or 'choices' or 'themes' with themed=True")
+        if not 2 <= self.choices <= len(THEMES):
+            raise ValueError(f"choices={self.choices} must be 2 to {len(THEMES)}")
 
     def start(self) -> tuple[Game, str | None]:
         """The game, and the targets' theme if they have one."""
@@ -144,6 +174,13 @@ class Scenario:
         table = list(zip(chosen, roles, strict=True))
         rng.shuffle(table)
         return Game(dict(table)), theme
+
+    def clue_choices(self, theme: str, turn: int = 0) -> list[str]:
+        """The themes to pick the clue of `turn` from, `theme` among them, in an order that follows from the seed."""
+        rng = random.Random(self.seed * 1009 + turn)
+        chosen = [theme, *rng.sample([other for other in THEMES if other != theme], self.choices - 1)]
+        rng.shuffle(chosen)
+        return chosen
 
 
 def scenarios(count: int, first_seed: int = 0, **options: Any) -> list[Scenario]:
@@ -181,63 +218,57 @@ async def rollout(
     scenario: Scenario,
     *,
     seed: int | None = None,
-    max_tokens: int = 5,
+    max_tokens: int | None = None,
     temperature: float = 1.0,
     step: int | None = None,
 ) -> art.Trajectory:
     """Play one game and return it, scored: the guesser's conversation, the spymaster's as additional history.
 
-    `seed` makes the sampling repeatable; games of one group need different ones. `max_tokens` is for a clue and for a
-    guess alike: the longest words of the list have four tokens. `step` asks an older checkpoint.
+    A game that ends at its first clue has the spymaster's only. `seed` makes the sampling repeatable; games of one
+    group need different ones. `max_tokens` None is 2 for a letter and 6 for a clue of the model's own. `step` asks an
+    older checkpoint.
     """
     game, theme = scenario.start()
+    table = list(game.roles)
     base = None if seed is None else seed * 1024
-    spymaster = Player(model, SPYMASTER_PROMPT, base, step, temperature)
-    guesser = Player(model, GUESSER_PROMPT, None if base is None else base + 512, step, temperature)
+    free = scenario.spymaster == "free"
+    spymaster = Player(model, FREE_PROMPT if free else choice_prompt(scenario.choices), base, step, temperature)
+    guesser = Player(model, choice_prompt(scenario.words), None if base is None else base + 512, step, temperature)
     logs: list[str] = []
     guesses = 0
     first_right = False
     result: Result = "stopped"
     for turn in range(scenario.clues):
-        if scenario.spymaster == "themes":
-            clue, number = str(theme), len(game.hidden("target"))
-        else:
-            answer = await spymaster.ask(_for_spymaster(game), max_tokens)
-            said = parse_clue(answer, len(game.hidden("target")))
-            try:
-                if said is None:
-                    raise ValueError(f"{answer!r} is not one word")
-                game.check_clue(said[0])
-            except ValueError as error:
-                result = "bad_clue"
-                logs.append(f"clue {turn + 1}: {error}")
-                break
-            clue, number = said
+        try:
+            clue, number = await _clue(spymaster, scenario, game, theme, turn, max_tokens or (6 if free else 2))
+        except ValueError as error:
+            result = "bad_clue"
+            logs.append(f"clue {turn + 1}: {error}")
+            break
         logs.append(f"clue {turn + 1}: {clue} {number} for {', '.join(game.hidden('target'))}")
-        question = f"Clue: {clue}. List: {', '.join(game.hidden())}."
+        asked = question(f"Which word goes with {clue}?", table)
         for _ in range(number):
-            answer = await guesser.ask(question, max_tokens)
-            word = parse_guess(answer, game.hidden())
+            answer = await guesser.ask(asked, max_tokens or 2)
+            word = parse_choice(answer, table)
             guesses += 1
-            if word is None:
+            if word not in game.hidden():
                 result = "no_word"
-                logs.append(f"guess {guesses}: {answer!r} is no word of {', '.join(game.hidden())}")
+                logs.append(f"guess {guesses}: {answer!r} is none of {', '.join(game.hidden())}")
                 break
             role = game.guess(word)
             first_right = first_right or (guesses == 1 and role == "target")
             logs.append(f"guess {guesses}: {word} is a {role}")
             if role != "target" or game.over():
                 break
-            question = "Yes. One more word."
+            asked = f"Yes. Which other word goes with {clue}?"
         if result == "no_word" or game.over():
             break
     if game.over():
         result = "won" if game.won() else "assassin"
+    both = guesses > 0 and len(spymaster.items) > 1
     trajectory = art.Trajectory(
         messages_and_choices=guesser.items if guesses else spymaster.items,
-        additional_histories=[art.History(messages_and_choices=spymaster.items)]
-        if guesses and len(spymaster.items) > 1
-        else [],
+        additional_histories=[art.History(messages_and_choices=spymaster.items)] if both else [],
         metadata={"seed": scenario.seed, "spymaster": scenario.spymaster, "words": scenario.words},
         reward=reward_of(result, game.found() / scenario.targets),
         logs=[*logs, f"{result}: {game.found()} of {scenario.targets} found"],
@@ -247,9 +278,27 @@ async def rollout(
     return trajectory.finish()
 
 
-def _for_spymaster(game: Game) -> str:
-    others = [word for word in game.hidden() if game.roles[word] != "target"]
-    return f"Your words: {', '.join(game.hidden('target'))}. Not: {', '.join(others)}."
+async def _clue(
+    spymaster: Player, scenario: Scenario, game: Game, theme: str | None, turn: int, max_tokens: int
+) -> tuple[str, int]:
+    """The spymaster's clue and number. Raises ValueError for a clue that the rules, or the scenario, do not accept."""
+    mine = game.hidden("target")
+    if scenario.spymaster == "free":
+        others = [word for word in game.hidden() if word not in mine]
+        answer = await spymaster.ask(f"Your words: {', '.join(mine)}. Not: {', '.join(others)}.", max_tokens)
+        said = parse_clue(answer, len(mine))
+        if said is None:
+            raise ValueError(f"{answer!r} is not one word")
+        game.check_clue(said[0])
+        return said
+    assert theme is not None  # checked by Scenario
+    if scenario.spymaster == "choices":
+        choices = scenario.clue_choices(theme, turn)
+        answer = await spymaster.ask(question(f"Which word goes with {', '.join(mine)}?", choices), max_tokens)
+        picked = parse_choice(answer, choices)
+        if picked != theme:
+            raise ValueError(f"{answer!r} ({picked or 'no choice'}) does not fit {', '.join(mine)}")
+    return theme, len(mine)
 
 
 def means(trajectories: Iterable[art.Trajectory]) -> dict[str, float]:

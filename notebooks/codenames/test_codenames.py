@@ -21,15 +21,17 @@ from artnb.trajectories import Trajectory, TrajectoryGroup
 sys.path.insert(0, str(Path(__file__).parent))
 
 from codenames import (
-    GUESSER_PROMPT,
+    FREE_PROMPT,
+    LETTERS,
     RESULTS,
-    SPYMASTER_PROMPT,
     Game,
     Scenario,
+    choice_prompt,
     evaluate,
     means,
+    parse_choice,
     parse_clue,
-    parse_guess,
+    question,
     reward_of,
     rollout,
     scenarios,
@@ -41,13 +43,10 @@ class Both:
     """What rollout and evaluate need of a model, in front of a scripted engine that plays both roles."""
 
     def __init__(self, clue: str, guess: Callable[[str], str] | str) -> None:
-        self.guess = guess
-
         def answer(request: Any) -> str:
             text = request.prompt_text
-            if SPYMASTER_PROMPT in text:
+            if FREE_PROMPT in text or choice_prompt(4) in text:  # the tables here have more than four words
                 return clue
-            assert GUESSER_PROMPT in text
             return guess if isinstance(guess, str) else guess(text)
 
         self.engine = ScriptedEngine(answer)
@@ -66,13 +65,20 @@ class Both:
 
 
 def of_role(scenario: Scenario, role: Any) -> Callable[[str], str]:
-    """Guesses the next word of a role that was not said before in the conversation."""
-    words = scenario.start()[0].hidden(role)
-    return lambda text: next(word for word in words if f"assistant\n{word}" not in text)
+    """Guesses the next word of a role whose letter was not said before in the conversation."""
+    game, _ = scenario.start()
+    letters = [LETTERS[list(game.roles).index(word)] for word in game.hidden(role)]
+    return lambda text: next(letter for letter in letters if f"assistant\n{letter}" not in text)
+
+
+def right(scenario: Scenario, turn: int = 0) -> str:
+    """The letter of the clue that fits."""
+    theme = str(scenario.start()[1])
+    return LETTERS[scenario.clue_choices(theme, turn).index(theme)]
 
 
 async def play(scenario: Scenario, clue: str, guess: Callable[[str], str] | str, **options: Any) -> Trajectory:
-    return await rollout(Both(clue, guess), scenario, max_tokens=32, **options)  # type: ignore[arg-type]
+    return await rollout(Both(clue, guess), scenario, **options)  # type: ignore[arg-type]
 
 
 def test_there_are_enough_words_and_each_stands_once() -> None:
@@ -144,9 +150,12 @@ def test_a_clue_is_one_word_and_maybe_a_number(answer: str, clue: tuple[str, int
 @pytest.mark.parametrize(
     ("answer", "word"),
     [
-        ("lion", "lion"),
+        ("B", "lion"),
+        ("c.", "France"),
         ("FRANCE.", "France"),
         ("It is tea, not lion", "tea"),
+        ("A lion", "tea"),  # the letter A stands first
+        ("D", None),
         ("lions", None),
         ("teapot", None),
         ("", None),
@@ -154,8 +163,14 @@ def test_a_clue_is_one_word_and_maybe_a_number(answer: str, clue: tuple[str, int
         ("🎉 tea", "tea"),
     ],
 )
-def test_the_first_word_of_the_table_is_the_guess(answer: str, word: str | None) -> None:
-    assert parse_guess(answer, ["tea", "lion", "France"]) == word
+def test_the_first_letter_or_word_of_the_list_is_the_choice(answer: str, word: str | None) -> None:
+    assert parse_choice(answer, ["tea", "lion", "France"]) == word
+
+
+def test_a_question_has_a_line_for_each_choice() -> None:
+    assert question("Which?", ["tea", "lion"]) == "Which?\nA. tea\nB. lion"
+    assert choice_prompt(2) == "Multiple choice. Answer with one letter: A or B."
+    assert choice_prompt(26).endswith("X, Y or Z.")
 
 
 def test_the_reward_is_bounded_and_in_order() -> None:
@@ -166,7 +181,9 @@ def test_the_reward_is_bounded_and_in_order() -> None:
     assert reward_of("assassin", 0.5) == 0.0
 
 
-@pytest.mark.parametrize("options", [{}, {"words": 25, "targets": 9, "themed": False}, {"words": 9, "targets": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"words": 25, "targets": 9, "themed": False, "spymaster": "free"}, {"words": 9, "targets": 3}]
+)
 def test_a_table_follows_from_its_seed(options: dict[str, Any]) -> None:
     tables = set()
     for scenario in scenarios(20, first_seed=5, **options):
@@ -191,10 +208,13 @@ def test_a_table_follows_from_its_seed(options: dict[str, Any]) -> None:
         {"words": 2, "targets": 2, "assassins": 1},
         {"targets": 0},
         {"clues": 0},
-        {"words": 300, "themed": False},
-        {"words": 30},
+        {"words": 27, "spymaster": "free", "themed": False},
+        {"words": 26, "targets": 2},
+        {"words": 1, "targets": 1, "assassins": 0},
         {"spymaster": "themes", "themed": False},
+        {"spymaster": "choices", "themed": False},
         {"spymaster": "me"},
+        {"choices": 1},
     ],
 )
 def test_tables_that_cannot_be_laid(options: dict[str, Any]) -> None:
@@ -202,17 +222,25 @@ def test_tables_that_cannot_be_laid(options: dict[str, Any]) -> None:
         Scenario(seed=0, **options)
 
 
+def test_the_clues_to_pick_from_follow_from_the_seed() -> None:
+    scenario = Scenario(seed=3, choices=5)
+    theme = str(scenario.start()[1])
+    picks = scenario.clue_choices(theme)
+    assert picks == scenario.clue_choices(theme) != scenario.clue_choices(theme, 1)
+    assert theme in picks and len(set(picks)) == 5 and set(picks) <= set(THEMES)
+    assert len({right(scenario) for scenario in scenarios(40)}) == 4
+
+
 async def test_a_won_game_holds_both_conversations_with_their_tokens() -> None:
     scenario = Scenario(seed=3, words=9, targets=3)
-    player = Both("xylo", of_role(scenario, "target"))
-    trajectory = await rollout(player, scenario, seed=5, max_tokens=32)  # type: ignore[arg-type]
+    player = Both(right(scenario), of_role(scenario, "target"))
+    trajectory = await rollout(player, scenario, seed=5)  # type: ignore[arg-type]
     assert trajectory.reward == 1.0 and trajectory.metrics["won"] == 1.0 and trajectory.metrics["first_right"] == 1.0
     assert trajectory.metrics["found"] == trajectory.metrics["guesses"] == 3
     (spymaster,) = trajectory.additional_histories
-    assert (
-        spymaster.messages()[0]["content"] == SPYMASTER_PROMPT and trajectory.messages()[0]["content"] == GUESSER_PROMPT
-    )
-    assert "Clue: xylo." in str(trajectory.messages()[1])
+    assert spymaster.messages()[0]["content"] == choice_prompt(4)
+    assert trajectory.messages()[0]["content"] == choice_prompt(9)
+    assert f"goes with {scenario.start()[1]}?" in str(trajectory.messages()[1])
     seen: list[int] = []  # each guess's prompt goes on exactly where the last guess's tokens ended
     for choice in trajectory.choices()[:3]:
         extra = choice.model_extra or {}
@@ -221,70 +249,84 @@ async def test_a_won_game_holds_both_conversations_with_their_tokens() -> None:
     assert len({request.sampling.seed for request in player.engine.requests}) == len(player.engine.requests) == 4
 
 
-async def test_the_guesser_never_sees_a_role() -> None:
+async def test_the_guesser_sees_the_table_and_no_role_the_spymaster_his_words() -> None:
     scenario = Scenario(seed=8)
-    tables = [scenario.start()[0].hidden(role) for role in ("target", "bystander", "assassin")]
-    trajectory = await play(scenario, "xylo", "none")
-    question = str(trajectory.messages()[1])
-    listed = [word for word in scenario.start()[0].roles if word in question]
-    assert len(listed) == 6 and "target" not in question and listed not in tables
-    secret = trajectory.additional_histories[0].messages()[1]["content"]
-    assert all(word in str(secret) for word in tables[0])
+    game, _ = scenario.start()
+    trajectory = await play(scenario, right(scenario), "none")
+    asked = str(trajectory.messages()[1]["content"])
+    assert [line[3:] for line in asked.split("\n")[1:]] == list(game.roles) and "target" not in asked
+    secret = str(trajectory.additional_histories[0].messages()[1]["content"])
+    assert f"goes with {', '.join(game.hidden('target'))}?" in secret
+
+
+async def test_a_clue_that_does_not_fit_ends_the_game_before_a_guess() -> None:
+    scenario = Scenario(seed=2)
+    wrong = next(letter for letter in "ABCD" if letter != right(scenario))
+    for answer in (wrong, "The", ""):
+        trajectory = await play(scenario, answer, "A")
+        assert trajectory.reward == -1.0 and trajectory.metrics["bad_clue"] == 1.0
+        assert "does not fit" in trajectory.logs[0] and len(trajectory.choices()) == 1
+        assert trajectory.messages()[0]["content"] == choice_prompt(4)
+        assert not trajectory.additional_histories
 
 
 @pytest.mark.parametrize(("clue", "why"), [("the clue is", "not one word"), ("", "not one word"), (None, "gives away")])
-async def test_a_clue_against_the_rules_ends_the_game_before_a_guess(clue: str | None, why: str) -> None:
-    scenario = Scenario(seed=2)
-    trajectory = await play(scenario, clue if clue is not None else scenario.start()[0].hidden()[0], "x")
+async def test_a_free_clue_must_keep_the_rules(clue: str | None, why: str) -> None:
+    scenario = Scenario(seed=2, spymaster="free", themed=False)
+    trajectory = await play(scenario, clue if clue is not None else scenario.start()[0].hidden()[0], "A")
     assert trajectory.reward == -1.0 and trajectory.metrics["bad_clue"] == 1.0 and why in trajectory.logs[0]
-    assert trajectory.messages()[0]["content"] == SPYMASTER_PROMPT
-    assert not trajectory.additional_histories and len(trajectory.choices()) == 1
+    assert trajectory.messages()[0]["content"] == FREE_PROMPT
 
 
 @pytest.mark.parametrize(("role", "result", "reward"), [("bystander", "stopped", 0.0), ("assassin", "assassin", -0.5)])
 async def test_a_wrong_guess_ends_it(role: str, result: str, reward: float) -> None:
     scenario = Scenario(seed=6)
-    trajectory = await play(scenario, "xylo", of_role(scenario, role))
+    trajectory = await play(scenario, right(scenario), of_role(scenario, role))
     assert trajectory.reward == reward and trajectory.metrics[result] == 1.0 and trajectory.metrics["guesses"] == 1
 
 
-async def test_an_answer_that_is_no_word_of_the_table_ends_it() -> None:
-    trajectory = await play(Scenario(seed=6), "xylo", "The word is")
-    assert trajectory.reward == -0.5 and trajectory.metrics["no_word"] == 1.0
-    assert "no word of" in trajectory.logs[1]
+async def test_an_answer_that_is_no_hidden_word_ends_it() -> None:
+    scenario = Scenario(seed=6)
+    trajectory = await play(scenario, right(scenario), "The word is")
+    assert trajectory.reward == -0.5 and trajectory.metrics["no_word"] == 1.0 and "is none of" in trajectory.logs[1]
+    target = of_role(scenario, "target")("")
+    again = await play(scenario, right(scenario), target)  # the same word a second time
+    assert again.reward == 0.0 and again.metrics["no_word"] == 1.0 and again.metrics["found"] == 1
 
 
 async def test_the_number_limits_the_guesses_and_a_second_clue_goes_on() -> None:
-    scenario = Scenario(seed=7, clues=2)
-    player = Both("xylo 1", of_role(scenario, "target"))
-    trajectory = await rollout(player, scenario, max_tokens=32)  # type: ignore[arg-type]
+    scenario = Scenario(seed=7, clues=2, spymaster="free")
+    trajectory = await play(scenario, "xylo 1", of_role(scenario, "target"))
     assert trajectory.metrics["won"] == 1.0 and trajectory.metrics["guesses"] == 2
     (spymaster,) = trajectory.additional_histories
-    found = trajectory.messages()[2]["content"]
-    assert len(spymaster.messages()) == 5 and str(found) not in str(spymaster.messages()[3])
-    one = await play(Scenario(seed=7), "xylo 1", of_role(scenario, "target"))
-    assert one.reward == 0.5 and one.metrics["stopped"] == 1.0
+    found = scenario.start()[0].hidden("target")[0]
+    questions = [str(message["content"]) for message in spymaster.messages() if message["role"] == "user"]
+    assert len(questions) == 2 and found in questions[0] and found not in questions[1]
+    one = Scenario(seed=7, spymaster="free")
+    trajectory = await play(one, "xylo 1", of_role(one, "target"))
+    assert trajectory.reward == 0.5 and trajectory.metrics["stopped"] == 1.0
 
 
-async def test_the_theme_as_spymaster_asks_the_model_for_guesses_only() -> None:
+async def test_plain_python_as_spymaster_asks_the_model_for_guesses_only() -> None:
     scenario = Scenario(seed=1, spymaster="themes")
     trajectory = await play(scenario, "never asked", of_role(scenario, "target"))
     assert trajectory.reward == 1.0 and not trajectory.additional_histories and len(trajectory.choices()) == 2
-    assert f"Clue: {scenario.start()[1]}." in str(trajectory.messages()[1])
+    assert f"goes with {scenario.start()[1]}?" in str(trajectory.messages()[1])
 
 
 async def test_both_conversations_are_trained() -> None:
     scenario = Scenario(seed=3)
-    good = await play(scenario, "xylo", of_role(scenario, "target"))
-    bad = await play(scenario, "the clue", "x")
+    good = await play(scenario, right(scenario), of_role(scenario, "target"))
+    bad = await play(scenario, "The", "A")
     batch = rows_from_groups([TrajectoryGroup([good, bad])], TrainConfig(), max_row_tokens=None)
     assert [row.trajectory for row in batch.rows] == [0, 0, 1]
     assert [row.advantage > 0 for row in batch.rows] == [True, True, False]
 
 
 async def test_evaluate_gives_means_and_keeps_the_games() -> None:
-    player = Both("xylo", "none")
-    result = await evaluate(player, scenarios(4), step=3, split="val", desc=None)  # type: ignore[arg-type]
+    player = Both("A", "none")
+    games = [game for game in scenarios(40) if right(game) == "A"][:4]
+    result = await evaluate(player, games, step=3, split="val", desc=None)  # type: ignore[arg-type]
     assert player.logged == [(4, "val", result, 3)] and result["no_word"] == 1.0 and result["reward"] == -0.5
     with pytest.raises(ValueError, match="no games"):
         means([])
