@@ -44,10 +44,10 @@ class Registration:
 
     async def wait(self) -> None:
         """Wait until it is done; being cancelled meanwhile does not stop it. Raises what it raised."""
-        if self._future.done():
-            return self._future.result()
-        with ticking():
-            await asyncio.shield(asyncio.wrap_future(self._future))
+        if not self._future.done():
+            with ticking():
+                await asyncio.shield(asyncio.wrap_future(self._future))
+        self._future.result()
 
     def result(self, timeout: float | None = None) -> None:
         """Wait from synchronous code; raises what the registration raised."""

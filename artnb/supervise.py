@@ -8,6 +8,7 @@ never started are closed. Knows nothing of trajectories; cannot end work that bl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from .config import check_number
 from .errors import RolloutError, RolloutTimeoutError
 from .limits import Failures, Key, Slots
+from .notebook.loop import ticking
 
 T = TypeVar("T")
 logger = logging.getLogger("artnb")
@@ -132,17 +134,20 @@ class Supervisor:
         self.closed = False
         self._on_end = on_end
         self._on_total = on_total
+        self._ticking = contextlib.ExitStack()
         self._unstarted: dict[int, object] = {}
         self._jobs: set[asyncio.Task[Any]] = set()
         self._stragglers: set[asyncio.Future[Any]] = set()
 
     async def __aenter__(self) -> Supervisor:
+        self._ticking.enter_context(ticking())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await self.close()
+        with self._ticking:
+            await self.close()
         if self.fatal is not None and (error is None or isinstance(error, Exception)):
             raise self.fatal from self.fatal.__cause__
         if self.failures.count and error is None:

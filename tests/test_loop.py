@@ -18,7 +18,7 @@ import pytest
 
 from artnb.errors import ConfigError
 from artnb.notebook import loop as loop_module
-from artnb.notebook.loop import LoopThread, run_sync, spawn
+from artnb.notebook.loop import LoopThread, run_sync, spawn, ticking
 
 
 @pytest.fixture
@@ -340,3 +340,18 @@ def test_the_module_functions_use_one_shared_thread() -> None:
 
     assert run_sync(where()) is spawn(where()).result(10)
     loop_module.SHARED.close()
+
+
+def test_a_loop_that_only_waits_wakes_while_it_is_ticking() -> None:
+    """What tornado's add_callback does in ipykernel's signal handler: a call_soon that wakes nobody."""
+
+    async def main() -> None:
+        loop, fired = asyncio.get_running_loop(), asyncio.Event()
+        timer = threading.Timer(0.3, lambda: loop._ready.append(asyncio.Handle(fired.set, (), loop)))
+        timer.start()
+        with ticking():
+            async with asyncio.timeout(20):  # an end for a loop that does not wake
+                await fired.wait()
+        assert all(handle.cancelled() for handle in loop._scheduled), "the ticks end with the block"
+
+    asyncio.run(main())

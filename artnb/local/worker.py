@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..notebook.loop import ticking
+
 T = TypeVar("T")
 
 
@@ -18,7 +20,8 @@ async def in_worker(work: Callable[[threading.Event], T], stop: threading.Event)
     """Run `work(stop)` in a thread. When the caller is cancelled, set `stop`, wait for its end, then pass it on."""
     task = asyncio.ensure_future(asyncio.to_thread(work, stop))
     try:
-        return await asyncio.shield(task)
+        with ticking():
+            return await asyncio.shield(task)
     except asyncio.CancelledError:
         stop.set()
         while not task.done():

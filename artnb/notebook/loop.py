@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
 import contextvars
 import inspect
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -27,6 +28,30 @@ logger = logging.getLogger("artnb")
 
 CLOSE_LIMIT_S = 10.0
 """Seconds that `close` waits for what it cancelled, and an ended `run` for a coroutine that ignores cancellation."""
+
+
+TICK_S = 0.2
+
+
+@contextlib.contextmanager
+def ticking() -> Iterator[None]:
+    """Inside, the running loop wakes several times a second, so that a cell that only waits can be interrupted.
+
+    ipykernel's signal handler asks the loop to cancel the cell by tornado's add_callback, which (tornado 6.5 to 6.6) is
+    a plain call_soon there: it does not wake a loop that sleeps until a socket or a thread says something, and the stop
+    button seems dead.
+    """
+    loop = asyncio.get_running_loop()
+    timers: list[asyncio.TimerHandle] = []
+
+    def tick() -> None:
+        timers[:] = [loop.call_later(TICK_S, tick)]
+
+    tick()
+    try:
+        yield
+    finally:
+        timers[0].cancel()
 
 
 class LoopFuture(concurrent.futures.Future[T]):
