@@ -171,9 +171,7 @@ def test_texts_on_disk_are_found_as_those_in_memory(tmp_path: Path, text: str) -
         [
             simple(0.0, f"before {text} after"),
             Trajectory(messages_and_choices=[{"role": "user", "content": parts}]),  # type: ignore[list-item, misc]
-            Trajectory(
-                messages_and_choices=[{"role": "assistant", "tool_calls": [call("f", json.dumps({"q": text}))]}]
-            ),  # type: ignore[list-item, misc]
+            Trajectory(messages_and_choices=[called]),  # type: ignore[list-item, misc]
             simple(1.0, "other"),
         ]
     )

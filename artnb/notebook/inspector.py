@@ -25,13 +25,14 @@ from .plots import OKABE_ITO
 from .trajectory_html import best_and_worst, trajectory_html
 from .trajectory_query import Finder, Query
 from .trajectory_source import MemorySource, Source, Standings
-from .trajectory_view import index_values, to_jsonl, trajectory_values
+from .trajectory_view import MAX_CHARACTERS, index_values, to_jsonl, trajectory_values
 
 log = logging.getLogger(__name__)
 
 Answer = tuple[dict[str, Any], list[bytes]]
 EXPORT_BYTES = 4 << 20
 """About so much of an export goes into one message: a larger one would hold up the others."""
+PREVIEW_CHARACTERS, PREVIEW_MESSAGES = 2000, 40
 COMPARED = 16
 """Trajectories of one group that are put side by side."""
 
@@ -247,7 +248,8 @@ class Inspector(anywidget.AnyWidget):
         self._check(number)
         standing = self._standings.of(number)
         supervised = self._split == "sft"
-        values = trajectory_values(self._source.trajectory(number), standing, supervised=supervised, whole=whole)
+        longest = None if whole else MAX_CHARACTERS
+        values = trajectory_values(self._source.trajectory(number), standing, supervised=supervised, longest=longest)
         head = self._source.heads[number]
         return {**values, "number": number, "group": head.group, "index": head.index}
 
@@ -255,14 +257,12 @@ class Inspector(anywidget.AnyWidget):
         """Short enough to be saved with a notebook: texts without tokens."""
         found = []
         for title, number, trajectory in self._extremes():
-            values = trajectory_values(trajectory)
-            head = self._source.heads[number]
+            values = trajectory_values(trajectory, longest=PREVIEW_CHARACTERS, messages=PREVIEW_MESSAGES)
+            values["logs"] = []
             for messages in values["histories"]:
-                del messages[40:]
                 for message in messages:
                     message["tokens"] = None
-                    message["missing"] += max(0, len(message["text"]) - 2000)
-                    message["text"] = message["text"][:2000]
+            head = self._source.heads[number]
             found.append({**values, "title": title, "number": number, "group": head.group, "index": head.index})
         return found
 

@@ -1,7 +1,7 @@
 """What the inspector's browser half is sent: a compact index of all trajectories, then one trajectory at a time.
 
 Plain values that any JSON writer takes: no NaN, no infinities, no half emoji. Long texts and token lists are cut, and
-say so; `whole=True` sends them all. Draws nothing.
+say so. Draws nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from openai.types.chat.chat_completion import Choice
 from ..tracking.records import from_line, to_line, to_trajectory, trajectory_record
 from ..tracking.stored import AnyTrajectory
 from ..training.rows import sampled_tokens
-from ..trajectories import MessageOrChoice, Trajectory
+from ..trajectories import ExceptionRecord, MessageOrChoice, Trajectory
 from .trajectory_query import NO_STOP_REASON
 from .trajectory_source import Source, Standing
 from .trajectory_text import ShownMessage, cut, finite, number, plain, shown_message
@@ -58,27 +58,33 @@ def index_values(source: Source) -> Values:
 
 
 def trajectory_values(
-    trajectory: Trajectory, standing: Standing | None = None, *, supervised: bool = False, whole: bool = False
+    trajectory: Trajectory,
+    standing: Standing | None = None,
+    *,
+    supervised: bool = False,
+    longest: int | None = MAX_CHARACTERS,
+    messages: int | None = None,
 ) -> Values:
     """All that is shown of one trajectory. Without a standing it is not said what was trained.
 
-    `supervised`: its assistant messages are what was trained (train_sft), whoever wrote them.
+    `supervised`: its assistant messages are what was trained (train_sft), whoever wrote them. `longest`: characters of
+    one text, None for all texts and tokens. `messages`: how many of each history.
     """
     error = trajectory.error
-    longest = None if whole else MAX_CHARACTERS
     return {
         "reward": number(trajectory.reward),
         "stop": plain(trajectory.stop_reason or NO_STOP_REASON),
         "metrics": _facts(trajectory.metrics),
         "metadata": _facts(trajectory.metadata),
         "logs": [cut(plain(line), 2000) for line in trajectory.logs[:500]],
-        "error": error and {"title": plain(f"{error.type}: {error.message}"), "traceback": plain(error.traceback)},
+        "error": error and _error(error, longest),
         "trained": standing and standing.trained,
         "advantage": standing and json_number(standing.advantage),
         "reason": plain(standing.reason) if standing else "",
         "rows": standing.rows if standing else 0,
         "histories": [
-            [_message(item, standing, supervised, longest) for item in items] for items, _ in trajectory.histories()
+            [_message(item, standing, supervised, longest) for item in items[:messages]]
+            for items, _ in trajectory.histories()
         ],
     }
 
@@ -104,6 +110,12 @@ def from_jsonl(data: bytes) -> list[Trajectory]:
         known = record["fields"].keys() <= Trajectory.model_fields.keys()
         found.append(to_trajectory(record, Trajectory if known else AnyTrajectory))
     return found
+
+
+def _error(error: ExceptionRecord, longest: int | None) -> Values:
+    title = cut(plain(f"{error.type}: {error.message}"), 500)
+    text = plain(error.traceback)
+    return {"title": title, "traceback": text if longest is None else text[-longest:]}  # its end says what happened
 
 
 def _message(item: MessageOrChoice, standing: Standing | None, supervised: bool, longest: int | None) -> Values:
