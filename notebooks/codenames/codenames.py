@@ -44,7 +44,15 @@ def choice_prompt(count: int) -> str:
 
     Answering with the word itself, 60 of 64 games ended at once with no word of the table, and where the model said a
     clue of its own 57 to 61 of 64 broke the rules ("The correct answer"): most groups were equal, there was nothing to
-    learn from. In the form of a multiple-choice question, which it knows, it answers, and is wrong often enough.
+    learn from. In the form of a multiple-choice question, which it knows, it answers, and is wrong often enough. 64
+    games (8 groups of 8) with this prompt:
+
+        spymaster  words  targets  reward  spread in groups  groups all equal  clue right  first guess right
+        "choices"      6        2   -0.84              0.28                 3        0.16               0.03
+        "themes"       6        2   -0.06              0.31                 0           -               0.30
+        "themes"       9        3   -0.03              0.22                 0           -               0.30
+
+    0.30 is what guessing makes: the words' meaning is what there is to learn.
     """
     letters = [*LETTERS[:count]]
     return f"Multiple choice. Answer with one letter: {', '.join(letters[:-1])} or {letters[-1]}."
