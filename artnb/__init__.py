@@ -2,13 +2,16 @@
 
     import artnb as art
 
-Importing it loads neither torch nor transformers, touches no GPU and patches nothing.
+Importing it loads neither torch nor transformers, touches no GPU and patches nothing. It says one line, and only where
+an install cell has replaced a package that this kernel had already imported.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from .restart import warn_if_replaced
 
 __version__ = "0.1.0"
 
@@ -92,3 +95,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+warn_if_replaced()

@@ -195,8 +195,8 @@ class PreflightReport:
         scales = [s for s in self.reward_scales if s]
         if len(scales) > 1 and max(scales) > SCALE_RATIO * min(scales):
             out.append(
-                f"Rewards are of very different scale between groups: the largest is {min(scales):.2g} in one and "
-                f"{max(scales):.2g} in another ({max(scales) / min(scales):.0f} times). scale_rewards='group' (the "
+                f"Rewards are of very different scale between groups: the largest is {min(scales):.4g} in one and "
+                f"{max(scales):.4g} in another ({max(scales) / min(scales):.0f} times). scale_rewards='group' (the "
                 "default) evens that out; with 'batch' or 'none' a few groups decide the step"
             )
         return out
