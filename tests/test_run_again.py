@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import shutil
 import weakref
 from pathlib import Path
@@ -13,8 +12,10 @@ import pytest
 from agents import even_groups, even_rollout
 
 import artnb as art
+import artnb.local.backend
 from artnb.errors import ConfigError, ModelError, TrainError
 from artnb.local.resident import Residents
+from artnb.local.served import load_base
 
 LORA = art.LoraConfig(r=4)
 FAST = art.TrainConfig(learning_rate=5e-3)
@@ -68,7 +69,6 @@ async def test_what_one_backend_closed_the_other_may_load_again(tiny_base: Path,
     await again.register(second)
     base = weakref.ref(next(iter(backend._bases.values())))
     await second.close()
-    gc.collect()
     assert base() is None, "the memory is given back although the first backend is still there"
     await backend.register(model)
     assert await model.get_step() == 0
@@ -76,16 +76,17 @@ async def test_what_one_backend_closed_the_other_may_load_again(tiny_base: Path,
 
 
 async def test_other_options_take_over_and_leave_one_base(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, backend = cell(tiny_base, tmp_path)
     await model.register(backend)
     await model.train(await even_groups(model, 0), FAST)
     base = weakref.ref(next(iter(backend._bases.values())))
     again, second = cell(tiny_base, tmp_path, max_running=8, verbose=True)
+    seen: list[Any] = []
+    monkeypatch.setattr(artnb.local.backend, "load_base", lambda *args: seen.append(base()) or load_base(*args))
     await again.register(second)
-    gc.collect()
-    assert base() is None, "the first base has left the memory"
+    assert seen == [None], "the first base has left the memory before the second is loaded"
     assert "held by an earlier backend with other options" in capsys.readouterr().out
     assert await again.get_step() == 1, "it goes on where the other was"
     with pytest.raises(ConfigError, match="closed"):

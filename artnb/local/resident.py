@@ -14,7 +14,10 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..capture import CaptureRegistry
+from ..memory import give_back
 
 if TYPE_CHECKING:
     from .served import ServedBase
@@ -62,16 +65,23 @@ class Resident:
     async def close(self) -> None:
         """End requests and steps, stop the servers, give memory and folders back. May be called again."""
         self.closed = True
-        models, self.models = list(self.models.values()), {}
-        bases, self.bases = list(self.bases.values()), {}
-        for trained in models:
+        models, self.models = self.models, {}
+        bases, self.bases = self.bases, {}
+        await self._end(models, bases)
+        del models, bases
+        gc.collect()  # no frame holds them any more, but weights, engine and app refer to each other
+        give_back(torch.device("cpu"))
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    async def _end(self, models: dict[str, TrainedModel], bases: dict[str, ServedBase]) -> None:
+        for trained in models.values():
             self.captures.unregister_collector(trained.name)
             await trained.end_step()
-        for base in bases:
+        for base in bases.values():
             await base.close()
-        for trained in models:
+        for trained in models.values():
             await trained.detach()
-        gc.collect()
 
 
 class Residents:
