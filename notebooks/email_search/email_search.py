@@ -66,6 +66,17 @@ TOOLS_PROMPT = (
     "the answer, answer 'unknown'."
 )
 TEXT_PROMPT = "Answer from the mailbox. Write one line: search: words, or read: number, or answer: words."
+"""For models that cannot call tools. Measured on SmolLM2-135M-Instruct at temperature 1:
+
+                                                 lost turns   right answer   reward
+    tools (2 questions × 4 rollouts, 3 turns)      3.0 of 3.0           0.00     0.00
+    text (4 questions, 5 turns)                    5.0 of 5.0           0.00     0.00
+    text, after 6 demonstrations seen once           preflight: -0.02, a spread in 1 of 2 groups
+    text, after 16 demonstrations seen twice       0.6 of 3.3           0.25     0.17
+
+The last row is 6 questions × 8 rollouts, and all 6 groups have a spread. The model never wrote a tool call that can be
+read: hence the text actions, and the warm start before any reward.
+"""
 TEXT_HITS = 3  # emails that a search shows in text mode
 TEXT_HINT = "Write search: or read: or answer:"
 UNKNOWN = frozenset(("unknown", "i don't know", "i do not know", "not found", "none", "n/a", ""))

@@ -17,6 +17,14 @@ import artnb as art
 
 METRICS = ("answered", "words", "copied")
 PROMPT = "Summarize in one short sentence:\n\n{text}"
+"""Measured on SmolLM2-135M-Instruct at temperature 1 with 48 tokens, 6 documents, 8 summaries each:
+
+                                            reward   questions answered   words   spread inside a group
+    untouched                                -0.04                 0.20    25.9                    0.18
+    after 24 reference summaries, once        0.22                 0.33    12.4                    0.16
+
+All groups have a spread before and after, so it learns without the warm start, too, but first has to stop rambling.
+"""
 LENGTH_PENALTY = 0.5
 """What a summary of the document's own length, or more, loses; a shorter one loses in proportion."""
 
