@@ -121,6 +121,24 @@ def test_colours_and_what_is_under_the_pointer(page: Page) -> None:
     assert seen["ratio"] is True and seen["context"] == 0
 
 
+def test_ratios_are_coloured_where_they_are_known() -> None:
+    (group,) = many(1, 2, 1)
+    choice = group.trajectories[0].choices()[0]
+    assert choice.logprobs is not None and choice.logprobs.content
+    logprobs = [entry.logprob for entry in choice.logprobs.content]
+    choice.trainer_logprobs = [logprobs[0] + 0.3, logprobs[1] - 0.3, *logprobs[2:]]  # type: ignore[attr-defined]
+    with served(Inspector([group])) as page:
+        tokens = page.run(
+            OPEN
+            + """
+            press("Ratio"); await painted();
+            return all(".bubble.trained .token").slice(0, 3).map((node) => [node.title, node.style.backgroundColor]);
+            """
+        )
+    assert [title.split("ratio ")[1] for title, _ in tokens] == ["1.3499", "0.7408", "1"]
+    assert "--artnb-c0" in tokens[0][1] and "--artnb-c1" in tokens[1][1] and " 8%" in tokens[2][1]
+
+
 def test_not_trained_in_words_and_side_by_side(page: Page) -> None:
     seen = page.run(
         OPEN

@@ -35,6 +35,7 @@ from ..tracking.history import History
 from ..tracking.summary import summarize
 from ..training.checkpoints import CheckpointStore
 from ..training.explain import cut_short, explain
+from ..training.ratios import keep_trainer_logprobs
 from ..training.rows import rows_from_groups
 from ..training.sft import sft_rows
 from ..training.trainer import StepResult, Trainer
@@ -307,6 +308,7 @@ async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config:
                         return trainer.step(batch, config, step=step, on_progress=_progress(bar, stop))
 
                 done = await trained.in_worker(work)
+            keep_trainer_logprobs(groups, batch.rows)
             result.metrics.update(done.metrics)
         else:
             result.trained = False

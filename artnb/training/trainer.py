@@ -44,12 +44,21 @@ class _Placed:
     """A pack on the device, with what later passes reuse. `old`, `ref`: log-probs [R, T], once they are known."""
 
     pack: Pack
+    rows: list[Row]  # those of the pack, in its order
     attend: TreeAttend
     mask_RT: torch.Tensor
     advantage_R: torch.Tensor
     sampler_RT: torch.Tensor
     old_RT: torch.Tensor | None = None
     ref_RT: torch.Tensor | None = None
+    noted: bool = False  # that its rows have the log-probs from before the step
+
+    def note(self, logp_RT: torch.Tensor) -> None:
+        """Give the rows the log-probs of the policy before the step, for whoever looks at them later."""
+        if not self.noted:
+            self.noted = True
+            for row, logp_T, mask_T in zip(self.rows, logp_RT.detach().cpu(), self.mask_RT.cpu(), strict=True):
+                row.trainer_logprobs = logp_T[mask_T].float().numpy()
 
 
 @dataclass(slots=True)
@@ -86,7 +95,7 @@ class Trainer:
 
         Raises: TrainError, with phase and memory, when it fails; NonFiniteGradientError when it is one too many
         in a row whose gradients are not finite. KeyboardInterrupt and its like pass through. In each of these
-        cases the weights are those before the step.
+        cases the weights are those before the step. Sets `trainer_logprobs` of the rows.
         """
 
         def work(run: _Progress) -> list[_Placed]:
@@ -221,6 +230,7 @@ class Trainer:
         return [
             _Placed(
                 pack,
+                [rows[index] for index in pack.rows],
                 TreeAttend(pack.segments, device),
                 torch.from_numpy(pack.mask_RT).to(device),
                 torch.from_numpy(pack.advantage_R).to(device),
@@ -257,6 +267,7 @@ class Trainer:
         logp_RT, entropy_RT = self._logprobs(
             placed, self.adapter, grad=True, entropy=True, tracked=config.entropy_coef != 0.0
         )
+        placed.note(logp_RT if placed.old_RT is None else placed.old_RT)
         output = policy_loss(
             logp_RT,
             mask_RT=placed.mask_RT,

@@ -58,6 +58,7 @@ class Row:
     group: int = 0  # index of the group in the batch
     trajectory: int = 0  # index in the group
     truncated: bool = False
+    trainer_logprobs: Floats | None = None  # [sampled tokens], of the policy before the step; None until it trained
 
     def __len__(self) -> int:
         return len(self.token_ids)
