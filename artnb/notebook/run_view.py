@@ -40,6 +40,7 @@ class RunView:
     def __init__(self, name: str) -> None:
         self.name = name
         self.rows: dict[int, dict[str, float]] = {}
+        self._names: dict[str, None] = {}  # of all metrics, so that a long run is not searched for them at each step
         self._trained = -1  # the newest step that trained
         self._past_step = -1  # the last step of the block that was handed out as past
         self._past_changed = self._recent_changed = True
@@ -48,10 +49,11 @@ class RunView:
         """Take everything from disk; what was known before is dropped."""
         frame = history.metrics()
         names = [name for name in frame.columns if name != "step"]
-        self.rows, self._trained = {}, -1
+        self.rows, self._names, self._trained = {}, {}, -1
         for step, *values in frame[["step", *names]].itertuples(index=False, name=None):
             row = {name: float(value) for name, value in zip(names, values, strict=True) if math.isfinite(value)}
             self.rows[int(step)] = row
+            self._names.update(dict.fromkeys(row))
             self._note(int(step))
         self._past_changed = self._recent_changed = True
 
@@ -63,6 +65,7 @@ class RunView:
                 row.pop(column(split, name), None)
             else:
                 row[column(split, name)] = float(value)
+        self._names.update(dict.fromkeys(row))
         self._note(step)
         if step <= self._past_step:
             self._past_changed = True
@@ -77,10 +80,6 @@ class RunView:
     def _note(self, step: int) -> None:
         if step > self._trained and ("train/trained" in self.rows[step] or "sft/trained" in self.rows[step]):
             self._trained = step
-
-    def columns(self) -> list[str]:
-        """Names of all metrics, in the order of the first step that has them."""
-        return list(dict.fromkeys(name for step in sorted(self.rows) for name in self.rows[step]))
 
     def series(self) -> Block:
         """All steps in one block, not thinned."""
@@ -101,29 +100,22 @@ class RunView:
         self._past_changed = self._recent_changed = False
         return past, recent
 
-    def latest(self, *names: str) -> float | None:
-        """The newest value of the first of these metrics that was ever logged."""
-        for name in names:
-            for step in sorted(self.rows, reverse=True):
-                if name in self.rows[step]:
-                    return self.rows[step][name]
-        return None
-
     def summary(self) -> dict[str, Any]:
         """What is counted over the run: steps, tokens, judge tokens and cost, and why groups did not train."""
         last = self.last_step
+        newest = [self.rows[last]] if last is not None else []
         rows = self.rows.values()
         tokens = [row.get("train/generated_tokens", row.get("train/sampled_tokens", 0.0)) for row in rows]
         return {
             "step": last,
             "tokens": round(sum(tokens)),
-            "judge_cost": _total(rows, ("judge", "ruler"), ("cost", "usd")),
-            "judge_tokens": _total(rows, ("judge", "ruler"), ("tokens",)),
+            "judge_cost": _total(rows, self._names, ("judge", "ruler"), ("cost", "usd")),
+            "judge_tokens": _total(rows, self._names, ("judge", "ruler"), ("tokens",)),
             "groups": _counted(rows, "groups"),
-            "last_groups": _counted([self.rows[last]] if last is not None else [], "groups"),
-            "reasons": _reasons(rows, _GROUPS_LEFT_OUT, "groups"),
-            "last_reasons": _reasons([self.rows[last]] if last is not None else [], _GROUPS_LEFT_OUT, "groups"),
-            "trajectory_reasons": _reasons(rows, _LEFT_OUT, "trajectories"),
+            "last_groups": _counted(newest, "groups"),
+            "reasons": _reasons(rows, self._names, _GROUPS_LEFT_OUT, "groups"),
+            "last_reasons": _reasons(newest, self._names, _GROUPS_LEFT_OUT, "groups"),
+            "trajectory_reasons": _reasons(rows, self._names, _LEFT_OUT, "trajectories"),
         }
 
 
@@ -131,27 +123,25 @@ def _counted(rows: Iterable[Mapping[str, float]], unit: str) -> int:
     return round(sum(row.get(f"{split}/{unit}", 0.0) for row in rows for split in ("train", "sft")))
 
 
-def _reasons(rows: Iterable[Mapping[str, float]], mark: str, unit: str) -> dict[str, int]:
+def _reasons(rows: Iterable[Mapping[str, float]], names: Iterable[str], mark: str, unit: str) -> dict[str, int]:
     """Reason in words → how many. The history holds shares of a step's groups, or trajectories."""
     counts: dict[str, float] = {}
-    for row in rows:
-        for name, share in row.items():
-            split, found, key = name.partition(mark)
-            if found and "/" not in split:
-                words = _WORDS.get(key, key.replace("_", " "))
-                counts[words] = counts.get(words, 0.0) + share * row.get(f"{split}/{unit}", 0.0)
+    rows = list(rows)
+    for name in names:
+        split, found, key = name.partition(mark)
+        if found and "/" not in split:
+            words = _WORDS.get(key, key.replace("_", " "))
+            total = sum(row[name] * row.get(f"{split}/{unit}", 0.0) for row in rows if name in row)
+            counts[words] = counts.get(words, 0.0) + total
     return {words: round(n) for words, n in sorted(counts.items(), key=lambda item: -item[1]) if round(n)}
 
 
-def _total(rows: Iterable[Mapping[str, float]], who: tuple[str, ...], what: tuple[str, ...]) -> float | None:
+def _total(
+    rows: Iterable[Mapping[str, float]], names: Iterable[str], who: tuple[str, ...], what: tuple[str, ...]
+) -> float | None:
     """Sum of the metrics whose name holds one word of each; None if there is none."""
-    found = [
-        value
-        for row in rows
-        for name, value in row.items()
-        if any(word in name.lower() for word in who) and any(word in name.lower() for word in what)
-    ]
-    return compact(sum(found)) if found else None
+    own = [n for n in names if any(word in n.lower() for word in who) and any(word in n.lower() for word in what)]
+    return compact(sum(row[name] for row in rows for name in own if name in row)) if own else None
 
 
 def compact(value: float | None) -> float | int | None:
