@@ -20,7 +20,7 @@ from .notebook.loop import run_sync, spawn, ticking
 from .tracking.history import History
 from .tracking.summary import summarize
 from .training.checkpoints import check_name, model_folder, steps_to_delete
-from .trajectories import Messages, Trajectory, TrajectoryGroup
+from .trajectories import Messages, Trajectory, TrajectoryGroup, as_groups
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -400,8 +400,3 @@ def check_model_name(name: str) -> None:
     check_name(name)
     if "@" in name:
         raise ConfigError(f"name={name!r} must not hold '@': name@step asks for a checkpoint")
-
-
-def as_groups(items: Iterable[Trajectory | TrajectoryGroup | BaseException]) -> list[TrajectoryGroup]:
-    """Groups as they are; loose trajectories each become a group of one."""
-    return [item if isinstance(item, TrajectoryGroup) else TrajectoryGroup([item]) for item in items]

@@ -264,3 +264,8 @@ class TrajectoryGroup(pydantic.BaseModel):
 
     def __str__(self) -> str:
         return repr(self)
+
+
+def as_groups(items: Iterable[Trajectory | TrajectoryGroup | BaseException]) -> list[TrajectoryGroup]:
+    """Groups as they are; loose trajectories each become a group of one."""
+    return [item if isinstance(item, TrajectoryGroup) else TrajectoryGroup([item]) for item in items]

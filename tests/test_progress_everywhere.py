@@ -46,9 +46,7 @@ async def test_every_phase_shows_a_line_with_its_end(
         await model.register(backend)
         loaded = last(told, "load", f"load {tiny_base.name}")
         assert loaded["closed"] and loaded["done"] == loaded["total"] > 20 and loaded["unit"] == "weight"
-        assert told[0]["phase"] == "load" and told[0]["done"] == 0, (
-            "the phase is known before the first weight"
-        )
+        assert told[0]["phase"] == "load" and told[0]["done"] == 0, "the phase is known before the first weight"
         out = capsys.readouterr()
         assert f"load {tiny_base.name}: 100%" in out.err and "Loading weights" not in out.err
 

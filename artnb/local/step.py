@@ -79,6 +79,7 @@ class TrainedModel:
         self._mismatched = 0  # steps in a row whose sampler and trainer disagreed
         self._turn = Turn()
         self._stops: set[threading.Event] = set()  # of the step that runs, if any
+        self._closing = False  # steps that wait for their turn are refused, whoever gets the turn first
 
     # Coming and going ----------------------------------------------------------------------------
 
@@ -170,6 +171,8 @@ class TrainedModel:
     async def turn(self) -> AsyncGenerator[None]:
         """One step at a time. Raises ConfigError when the model was closed while this one waited."""
         async with self._turn:
+            if self._closing:
+                raise ConfigError(f"{self.name} is closed; register it with a new backend")
             self.served()
             yield
 
@@ -191,6 +194,7 @@ class TrainedModel:
 
     async def end_step(self) -> None:
         """Stop the step that runs, if any, and wait until it has ended; those that wait find the model closed."""
+        self._closing = True
         for stop in list(self._stops):
             stop.set()
         async with self._turn:
