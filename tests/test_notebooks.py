@@ -116,6 +116,7 @@ def test_it_is_committed_with_the_outputs_of_a_real_run(path: Path) -> None:
     )
 
 
+@pytest.mark.timeout(1200)  # a loaded machine is several times slower than a quiet one
 @pytest.mark.model
 @pytest.mark.slow
 @each_notebook
