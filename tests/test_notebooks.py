@@ -162,11 +162,16 @@ def jupyter(home: Path, cwd: Path, module: str, *arguments: str) -> None:
 
 
 def trained_steps(here: Path) -> tuple[Path, list[int]]:
-    """The folder of the model that made most steps, and its steps as the history has them, in the order logged."""
+    """The folder of the model that made most steps, and its steps as the history has them, in the order logged.
+
+    A batch without signal is a step, too, but at least one of them has trained.
+    """
     found: list[tuple[Path, list[int]]] = []
     for file in here.rglob("history/metrics.jsonl"):
         records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        steps = [r["step"] for r in records if r.get("split") in ("train", "sft") and "loss" in r.get("metrics", {})]
+        made = [r for r in records if r.get("split") in ("train", "sft") and "trained" in r.get("metrics", {})]
+        assert any("loss" in r["metrics"] for r in made), f"{file} has no step that trained"
+        steps = [r["step"] for r in made]
         found.append((file.parent.parent, list(dict.fromkeys(steps))))
     return max(found, key=lambda item: len(item[1]))
 
