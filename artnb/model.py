@@ -322,9 +322,9 @@ class TrainableModel(Model):
             backend = await self.ready()
             if scope["type"] == "http":
                 # The client is made before the registration, and so the key, is there.
-                key = ("authorization", f"Bearer {backend.api_key(self)}")
                 headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"authorization"]
-                scope = {**scope, "headers": [*headers, (key[0].encode(), key[1].encode())]}
+                bearer = f"Bearer {backend.api_key(self)}".encode()
+                scope = {**scope, "headers": [*headers, (b"authorization", bearer)]}
             await backend.app(self)(scope, receive, send)
 
         return app
