@@ -190,6 +190,31 @@ def test_phases_and_what_is_left() -> None:
     assert Phases().head(0.0, None)["phase"] is None
 
 
+def test_nothing_is_estimated_while_nothing_runs() -> None:
+    phases = Phases(planned_steps=10)
+    for step in (1, 2):
+        phases.progress(progress("train", 1, 4, 1.0), 60.0 * step - 10)
+        phases.step(step, 60.0 * step)
+    assert phases.head(121.0, 2)["run_left"] == 8 * 60 - 1
+    phases.progress(progress("train", 4, 4, 12.0, closed=True), 122.0)  # e.g. the cell was interrupted
+    head = phases.head(500.0, 2)
+    assert head["phase"] is head["run_left"] is None and not {"seconds", "left"} & set(head)
+    assert head["worked"] == 12, "what the phases took, not the time since"
+
+
+async def test_a_gather_is_shown_before_its_first_rollout_ends(tmp_path: Path) -> None:
+    board = make(tmp_path).dashboard()
+    board._courier.interval = 0.0
+    seen: list[Any] = []
+
+    async def rollout() -> art.Trajectory:
+        seen.append((board.head["phase"], board.head["done"]))
+        return art.Trajectory(reward=0.0)
+
+    await art.gather_trajectories([rollout()], pbar_desc=None)
+    assert seen == [("gather", 0)] and board.head["phase"] is None
+
+
 # When it sends -------------------------------------------------------------------------------------
 
 

@@ -141,8 +141,9 @@ def test_an_update_changes_texts_and_keeps_the_charts(chromium: Any, models: lis
     state = state_of(models[0])
     page = open_page(chromium, state)
     page.evaluate("line = document.querySelector('path.artnb-line'); svg = line.ownerSVGElement")
-    page.evaluate("head => change({ head })", {**state["head"], "done": 48, "seconds": 20, "left": 7})
+    page.evaluate("head => change({ head })", {**state["head"], "done": 48, "seconds": 20, "left": 7, "run_left": 300})
     assert "48 of 64" in text(page, ".artnb-words") and "20 s, about 7.0 s left" in text(page, ".artnb-time")
+    assert "run ends in about 5 min 00 s" in text(page, ".artnb-top")
     assert page.evaluate("line.isConnected")
     recent = state["recent"]["0"]
     columns = {name: [*values, values[-1]] for name, values in recent["columns"].items()}
@@ -150,8 +151,9 @@ def test_an_update_changes_texts_and_keeps_the_charts(chromium: Any, models: lis
     page.evaluate("recent => change({ recent })", longer)
     page.wait_for_function("document.querySelector('figure[data-chart=entropy]').textContent.includes('123')")
     assert page.evaluate("svg.isConnected && !line.isConnected")
-    page.evaluate("change({ head: { phase: null, spent: {}, before: {}, run_left: null, planned: null } })")
-    assert "idle" in text(page, ".artnb-words")
+    page.evaluate("change({ head: { phase: null, spent: {}, before: {}, worked: 95, run_left: null, planned: 50 } })")
+    assert text(page, ".artnb-words") == "idle" and text(page, ".artnb-time") == "worked 1 min 35 s in all"
+    assert "ends in about" not in text(page, ".artnb-top") and "40 of 50" in text(page, ".artnb-top")
     assert page.errors == []
     page.close()
 

@@ -60,8 +60,8 @@ class Head {
       const left = head.left === null ? "" : `, about ${duration(head.left - age)} left`;
       say(this.time, `${duration(head.seconds + age)}${left}`);
     } else {
-      say(this.words, "idle: nothing runs now");
-      say(this.time, "");
+      say(this.words, "idle");
+      say(this.time, head.worked ? `worked ${duration(head.worked)} in all` : "");
     }
     for (const [name, chip] of Object.entries(this.chip)) {
       const now = head.phase === name;

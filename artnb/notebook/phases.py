@@ -1,7 +1,8 @@
 """Which phase a run is in, for how long, and an estimate of what is left. Fed by progress events; plain data out.
 
-The estimate is the rate so far where a total is known, else how long the phase took in the step before. Keeps
-nothing on disk: a re-opened notebook shows no phase until something runs.
+The estimate is the rate so far where a total is known, else how long the phase took in the step before. While nothing
+runs there is none, for who knows when it goes on. Keeps nothing on disk: a re-opened notebook shows no phase until
+something runs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Phases:
     _open: dict[tuple[str, str | None], dict[str, Any]] = field(default_factory=dict)
     _spent: dict[str, float] = field(default_factory=dict)  # phase → seconds, closed ones of the step that runs
     _before: dict[str, float] = field(default_factory=dict)  # the same of the step before
+    _worked: float = 0.0  # seconds of all closed phases since this was made
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))  # seconds between steps
     _last_step: tuple[int, float] | None = None  # the newest step and when it was committed
 
@@ -38,6 +40,7 @@ class Phases:
             self._open[key] = {**data, "at": at}
         elif key[0] != "work":
             self._spent[key[0]] = self._spent.get(key[0], 0.0) + float(data["seconds"])
+            self._worked += float(data["seconds"])
 
     def step(self, step: int, at: float) -> None:
         """A step was committed."""
@@ -47,13 +50,17 @@ class Phases:
         self._before, self._spent = self._spent, {}
 
     def head(self, now: float, last_step: int | None) -> dict[str, Any]:
-        """What the bar shows: phase, words, done, total, seconds, left (or None), what each phase took, run_left."""
+        """What the bar shows: phase, words, done, total, seconds, left (or None), what each phase took, run_left.
+
+        While nothing runs phase and run_left are None; `worked` is what all phases took since this was made.
+        """
         shown = self._current()
         head: dict[str, Any] = {
             "phase": None,
             "spent": {k: compact(v) for k, v in self._spent.items()},
             "before": {k: compact(v) for k, v in self._before.items()},
-            "run_left": compact(self._run_left(now, last_step)),
+            "worked": compact(round(self._worked, 1)),
+            "run_left": None if shown is None else compact(self._run_left(now, last_step)),
             "planned": self._planned(),
         }
         if shown is not None:

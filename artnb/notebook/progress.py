@@ -103,6 +103,7 @@ class Progress:
             logger.debug("the last line of the progress bar was not shown: %r", error)
 
     def __enter__(self) -> Self:
+        self._tell(closed=False)  # until the first item is done the dashboard would say that nothing runs
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
