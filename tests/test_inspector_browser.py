@@ -235,6 +235,48 @@ def test_without_a_kernel_the_best_and_worst_are_there(page: Page) -> None:
     assert seen["titles"] == ["Best", "Worst"] and seen["bubbles"] > 8
 
 
+def test_nothing_is_cut_in_a_narrow_cell(page: Page) -> None:
+    """Every part of a row can be seen, or scrolled to, down to a cell of 200 pixels; wide cells keep one line a row."""
+    seen = page.run(
+        OPEN
+        + """
+        const found = {};
+        const list = one(".list");
+        for (const width of [1200, 700, 480, 340, 200]) {
+          one("#cell").style.width = `${width}px`;
+          await until("the size", () => Math.abs(one(".artnb-inspector").offsetWidth - width) < 2);
+          await painted(); await painted();
+          const inside = list.getBoundingClientRect();
+          const end = inside.left + list.scrollWidth + 1;
+          const reach = (part, row) => {
+            const [a, b] = [part.getBoundingClientRect(), row.getBoundingClientRect()];
+            return a.right <= b.right + 1 && a.bottom <= b.bottom + 1 && a.top >= b.top - 1 && b.right <= end;
+          };
+          const cut = all(".row").flatMap((row) => [...row.children].filter((part) => !reach(part, row)));
+          const texts = all(".row .last").filter((node) => node.textContent);
+          found[width] = {
+            cut: cut.map((node) => `${node.className} ${node.textContent}`),
+            height: one(".row").offsetHeight,
+            text: Math.min(...texts.map((node) => node.offsetWidth)),
+            out: all(".bar > *, .status > *, .tools > *, .detail .bubble").filter(
+              (node) => node.getBoundingClientRect().right > one(".artnb-inspector").getBoundingClientRect().right + 1
+            ).map((node) => node.textContent.slice(0, 30)),
+          };
+        }
+        list.scrollTop = 100 * 52; await painted(); await sleep(50);
+        one("#cell").style.width = "700px"; await painted(); await painted();
+        found.first = Math.round(list.scrollTop / 30);
+        return found;
+        """
+    )
+    assert seen.pop("first") == 100, "the list stays where it was"
+    for width, found in seen.items():
+        assert found["cut"] == [] and found["out"] == [], width
+        assert found["text"] >= 60, "something of the last message can be read"
+    heights = {int(width): found["height"] for width, found in seen.items()}
+    assert heights == {1200: 30, 700: 30, 480: 30, 340: 52, 200: 52}
+
+
 @pytest.mark.parametrize(
     ("width", "host"), [(1280, "system-light"), (800, "system-dark"), (800, "jupyter-light"), (1280, "jupyter-dark")]
 )

@@ -1,7 +1,9 @@
 // The inspector's list, filters and comm. inspector_view.js, which draws trajectories, stands before this in one module.
 // The list holds nodes only for the rows in sight; messages are asked for when a trajectory is opened.
 
-const ROW = 30; // pixels, as in inspector.css
+const ROW = 30, TALL = 52; // pixels of a row, as in inspector.css
+const NARROW = 900, ONE_LINE = 440; // pixels: of the widget, below which list and messages stand one above the other;
+// of the list, below which a row has two lines, so that no column of it is cut
 const AROUND = 8; // rows that are drawn above and below the sight
 const PATIENCE = 1500; // ms until it is said that the kernel does not answer
 let views = 0;
@@ -12,7 +14,7 @@ function render({ model, el }) {
   el.append(root);
   const state = {
     index: null, numbers: [], rows: [], closed: new Set(), query: {}, at: null, showing: null,
-    colouring: "text", standings: new Map(), wanted: new Set(), kept: new Map(), selected: new Set(model.get("selected") || []),
+    height: ROW, colouring: "text", standings: new Map(), wanted: new Set(), kept: new Map(), selected: new Set(model.get("selected") || []),
   };
 
   // Asking the kernel -----------------------------------------------------------------------------
@@ -151,7 +153,7 @@ function render({ model, el }) {
     if (grouped && !filtered()) // groups whose rollouts all failed have no trajectory, and are told of nevertheless
       state.index.groups.forEach((one, at) => { if (!one.members.length) rows.push({ group: at, shown: 0 }); });
     state.rows = rows;
-    space.style.height = `${rows.length * ROW}px`;
+    space.style.height = `${rows.length * state.height}px`;
     for (const node of drawn.values()) node.remove();
     drawn.clear();
     count();
@@ -172,14 +174,14 @@ function render({ model, el }) {
   let frame = 0;
   function paint() {
     frame = 0;
-    const first = Math.max(0, Math.floor(list.scrollTop / ROW) - AROUND);
-    const last = Math.min(state.rows.length, Math.ceil((list.scrollTop + list.clientHeight) / ROW) + AROUND);
+    const first = Math.max(0, Math.floor(list.scrollTop / state.height) - AROUND);
+    const last = Math.min(state.rows.length, Math.ceil((list.scrollTop + list.clientHeight) / state.height) + AROUND);
     for (const [at, node] of drawn) if (at < first || at >= last) { node.remove(); drawn.delete(at); }
     for (let at = first; at < last; at++) {
       if (drawn.has(at)) continue;
       const row = state.rows[at];
       const node = row.number === undefined ? groupRow(row) : trajectoryRow(row);
-      node.style.top = `${at * ROW}px`;
+      node.style.top = `${at * state.height}px`;
       drawn.set(at, node);
       space.append(node);
       if (!state.standings.has(row.group)) state.wanted.add(row.group);
@@ -244,7 +246,7 @@ function render({ model, el }) {
     const last = make("span", "last", index.last[n]);
     last.dir = "auto";
     const size = make("span", "size", `${index.turns[n]}× ${index.tokens[n].toLocaleString()}`);
-    size.title = "sampled turns and tokens";
+    size.title = `${index.turns[n]} sampled turns, ${index.tokens[n].toLocaleString()} sampled tokens`;
     node.append(tick, make("span", "place", row.grouped ? `${index.index[n]}` : `${row.group}.${index.index[n]}`), reward, standNode, make("span", `stop ${index.stop[n]}`, index.stop[n]), size, last);
     node.addEventListener("click", () => open(n));
     return node;
@@ -262,8 +264,9 @@ function render({ model, el }) {
     let at = state.rows.findIndex((row) => row.number !== undefined && row.number === state.at);
     do at += step; while (at >= 0 && at < state.rows.length && state.rows[at].number === undefined);
     if (at < 0 || at >= state.rows.length) return;
-    if (at * ROW < list.scrollTop) list.scrollTop = at * ROW;
-    if ((at + 1) * ROW > list.scrollTop + list.clientHeight) list.scrollTop = (at + 1) * ROW - list.clientHeight;
+    const top = at * state.height, bottom = top + state.height;
+    if (top < list.scrollTop) list.scrollTop = top;
+    if (bottom > list.scrollTop + list.clientHeight) list.scrollTop = bottom - list.clientHeight;
     open(state.rows[at].number);
   });
 
@@ -349,7 +352,19 @@ function render({ model, el }) {
     if (state.index) { redraw(); count(); }
   }
   detail.replaceChildren(...(model.get("preview") || []).map((values) => trajectoryView(values, values.title, { colouring: "text" })));
-  const sizes = new ResizeObserver(([entry]) => { root.classList.toggle("narrow", entry.contentRect.width < 900); if (state.index) paint(); });
+  function fit() {
+    root.classList.toggle("narrow", root.clientWidth < NARROW);
+    const height = list.clientWidth < ONE_LINE ? TALL : ROW;
+    root.classList.toggle("tall", height === TALL);
+    const first = list.scrollTop / state.height;
+    const changed = height !== state.height;
+    state.height = height;
+    if (!state.index) return;
+    if (!changed) return paint();
+    arrange();
+    list.scrollTop = first * height; // the same row stays the first
+  }
+  const sizes = new ResizeObserver(fit);
   sizes.observe(root);
   model.on("msg:custom", received);
   model.on("change:selected", ticksChanged);
