@@ -6,6 +6,7 @@ Reads a RowBatch only. Does not decide what trains (rows.py does), and prints no
 from __future__ import annotations
 
 from collections import Counter
+from statistics import fmean, pstdev
 
 from .types import RowBatch, SkipReason
 
@@ -14,6 +15,11 @@ HOW_TO_SAMPLE = (
     "messages_and_choices"
 )
 
+SHORT_BY_DESIGN = 8
+"""Tokens: who allows no more wants a letter, a number or a word, and cuts the rest on purpose. Limits that are set by
+accident are larger; the smallest default of a completions API is 16."""
+MUCH_LESS = 0.5
+"""Standard deviations by which cut answers earn less than whole ones before it is said that the cut costs them."""
 
 _IN_WORDS = {
     SkipReason.EMPTY: "held no trajectory",
@@ -89,10 +95,32 @@ def _hints(batch: RowBatch) -> list[str]:
 
 
 def cut_short(batch: RowBatch) -> list[str]:
-    """A warning when most answers end by length: nothing of the task was seen, so rewards mean little."""
-    cut = batch.metrics.get("completions_truncated", 0.0)
-    hint = f"{cut:.0%} of the answers were cut by length: raise max_tokens in the rollout's requests."
-    return [hint] if cut > 0.5 else []
+    """A warning when most answers end by length and that seems to matter: what was cut off could not be rewarded.
+
+    It does not matter, and nothing is said, where no cut answer is longer than SHORT_BY_DESIGN tokens, and where the
+    rewards of the trained groups tell cut rollouts apart and do not put them MUCH_LESS below the whole ones. Where cut
+    rollouts are left out of training (mask_truncated_completions) it always matters.
+    """
+    cut, longest = batch.metrics.get("completions_truncated", 0.0), batch.metrics.get("truncated_tokens_max")
+    meant = longest is not None and longest <= SHORT_BY_DESIGN
+    masked = batch.trajectory_reasons[SkipReason.TRUNCATED] > 0
+    if cut <= 0.5 or (not masked and (meant or _cut_earn_like_whole(batch))):
+        return []
+    after = "" if longest is None else f", the longest after {_count(round(longest), 'token')}"
+    return [f"{cut:.0%} of the answers were cut by length{after}: raise max_tokens in the rollout's requests."]
+
+
+def _cut_earn_like_whole(batch: RowBatch) -> bool:
+    cut: dict[tuple[int, int], float] = {}  # (group, trajectory) → advantage; one trajectory may have several rows
+    whole: dict[tuple[int, int], float] = {}
+    for row in batch.rows:
+        (cut if row.truncated else whole)[row.group, row.trajectory] = row.advantage
+    groups = {group for group, _ in cut}
+    told_apart = any(len({value for (g, _), value in cut.items() if g == group}) > 1 for group in groups)
+    if not told_apart or not whole:
+        return told_apart
+    spread = pstdev([*cut.values(), *whole.values()])
+    return fmean(whole.values()) - fmean(cut.values()) <= MUCH_LESS * spread
 
 
 def _count(n: int, one: str, many: str | None = None) -> str:

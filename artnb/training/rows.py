@@ -319,7 +319,10 @@ def _metrics(
     if metrics["trajectories_trained"]:
         metrics["rows_per_trajectory"] = metrics["rows"] / metrics["trajectories_trained"]
     if choices:
-        metrics["completions_truncated"] = sum(c.finish_reason == "length" for c in choices) / len(choices)
+        cut = [choice for choice in choices if choice.finish_reason == "length"]
+        metrics["completions_truncated"] = len(cut) / len(choices)
+        if lengths := [len(ids) for choice in cut if (ids := (choice.model_extra or {}).get("token_ids")) is not None]:
+            metrics["truncated_tokens_max"] = max(lengths)
     if trajectories:
         metrics["trajectories_truncated"] = sum(map(is_truncated, trajectories)) / len(trajectories)
     for reason, count in batch.trajectory_reasons.items():
