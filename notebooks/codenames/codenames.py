@@ -135,6 +135,9 @@ def reward_of(result: Result, found: float) -> float:
 class Scenario:
     """What the rollouts of a group share: a table of words with their roles, which follow from `seed`.
 
+    They do not share the order in which words and clues are listed: in a common one a single letter would be right for
+    the whole group, and the shortest way to a better reward would be to say that letter.
+
     Simpler than at the table, each on purpose and most of them to be changed here:
 
     - there is no other team; a wrong guess ends the clue's guesses, an assassin ends the game;
@@ -166,8 +169,8 @@ class Scenario:
         if not 2 <= self.choices <= len(THEMES):
             raise ValueError(f"choices={self.choices} must be 2 to {len(THEMES)}")
 
-    def start(self) -> tuple[Game, str | None]:
-        """The game, and the targets' theme if they have one."""
+    def start(self, order: int = 0) -> tuple[Game, str | None]:
+        """The game, and the targets' theme if they have one. `order` is a seed of the order of the words."""
         rng = random.Random(self.seed)
         theme: str | None = None
         if self.themed:
@@ -180,14 +183,14 @@ class Scenario:
             "target" if i < ends[0] else "assassin" if i < ends[1] else "bystander" for i in range(self.words)
         ]
         table = list(zip(chosen, roles, strict=True))
-        rng.shuffle(table)
+        random.Random(f"table {self.seed} {order}").shuffle(table)
         return Game(dict(table)), theme
 
-    def clue_choices(self, theme: str, turn: int = 0) -> list[str]:
-        """The themes to pick the clue of `turn` from, `theme` among them, in an order that follows from the seed."""
-        rng = random.Random(self.seed * 1009 + turn)
-        chosen = [theme, *rng.sample([other for other in THEMES if other != theme], self.choices - 1)]
-        rng.shuffle(chosen)
+    def clue_choices(self, theme: str, turn: int = 0, order: int = 0) -> list[str]:
+        """The themes to pick the clue of `turn` from, `theme` among them. `order` as for `start`."""
+        others = [other for other in THEMES if other != theme]
+        chosen = [theme, *random.Random(self.seed * 1009 + turn).sample(others, self.choices - 1)]
+        random.Random(f"clues {self.seed} {turn} {order}").shuffle(chosen)
         return chosen
 
 
@@ -232,11 +235,12 @@ async def rollout(
 ) -> art.Trajectory:
     """Play one game and return it, scored: the guesser's conversation, the spymaster's as additional history.
 
-    A game that ends at its first clue has the spymaster's only. `seed` makes the sampling repeatable; games of one
-    group need different ones. `max_tokens` None is 2 for a letter and 6 for a clue of the model's own. `step` asks an
-    older checkpoint.
+    A game that ends at its first clue has the spymaster's only. `seed` makes the sampling repeatable, and the order in
+    which words and clues are listed; games of one group need different ones. `max_tokens` None is 2 for a letter and 6
+    for a clue of the model's own. `step` asks an older checkpoint.
     """
-    game, theme = scenario.start()
+    order = random.getrandbits(32) if seed is None else seed
+    game, theme = scenario.start(order)
     table = list(game.roles)
     base = None if seed is None else seed * 1024
     free = scenario.spymaster == "free"
@@ -248,7 +252,8 @@ async def rollout(
     result: Result = "stopped"
     for turn in range(scenario.clues):
         try:
-            clue, number = await _clue(spymaster, scenario, game, theme, turn, max_tokens or (6 if free else 2))
+            choices = [] if theme is None else scenario.clue_choices(theme, turn, order)
+            clue, number = await _clue(spymaster, scenario, game, theme, choices, max_tokens or (6 if free else 2))
         except ValueError as error:
             result = "bad_clue"
             logs.append(f"clue {turn + 1}: {error}")
@@ -287,7 +292,7 @@ async def rollout(
 
 
 async def _clue(
-    spymaster: Player, scenario: Scenario, game: Game, theme: str | None, turn: int, max_tokens: int
+    spymaster: Player, scenario: Scenario, game: Game, theme: str | None, choices: Sequence[str], max_tokens: int
 ) -> tuple[str, int]:
     """The spymaster's clue and number. Raises ValueError for a clue that the rules, or the scenario, do not accept."""
     mine = game.hidden("target")
@@ -301,7 +306,6 @@ async def _clue(
         return said
     assert theme is not None  # checked by Scenario
     if scenario.spymaster == "choices":
-        choices = scenario.clue_choices(theme, turn)
         answer = await spymaster.ask(question(f"Which word goes with {', '.join(mine)}?", choices), max_tokens)
         picked = parse_choice(answer, choices)
         if picked != theme:

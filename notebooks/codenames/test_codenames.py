@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from codenames import (
     FREE_PROMPT,
-    LETTERS,
     RESULTS,
     Game,
     Scenario,
@@ -38,15 +38,18 @@ from codenames import (
 )
 from codenames_words import THEMES, WORDS
 
+Answer = Callable[[str], str] | str
+"""What is answered, or how it follows from the conversation."""
+
 
 class Both:
     """What rollout and evaluate need of a model, in front of a scripted engine that plays both roles."""
 
-    def __init__(self, clue: str, guess: Callable[[str], str] | str) -> None:
+    def __init__(self, clue: Answer, guess: Answer) -> None:
         def answer(request: Any) -> str:
             text = request.prompt_text
             if FREE_PROMPT in text or choice_prompt(4) in text:  # the tables here have more than four words
-                return clue
+                return clue if isinstance(clue, str) else clue(text)
             return guess if isinstance(guess, str) else guess(text)
 
         self.engine = ScriptedEngine(answer)
@@ -64,20 +67,32 @@ class Both:
         self.logged.append((len(played), split, metrics, step))
 
 
+def letters_of(text: str) -> dict[str, str]:
+    """Choice → its letter, as a conversation lists them."""
+    return {choice: letter for letter, choice in re.findall(r"^([A-Z])\. (\w+)", text, re.MULTILINE)}
+
+
 def of_role(scenario: Scenario, role: Any) -> Callable[[str], str]:
     """Guesses the next word of a role whose letter was not said before in the conversation."""
-    game, _ = scenario.start()
-    letters = [LETTERS[list(game.roles).index(word)] for word in game.hidden(role)]
-    return lambda text: next(letter for letter in letters if f"assistant\n{letter}" not in text)
+
+    def guess(text: str) -> str:
+        letters = [letters_of(text)[word] for word in scenario.start()[0].hidden(role)]
+        return next(letter for letter in letters if f"assistant\n{letter}" not in text)
+
+    return guess
 
 
-def right(scenario: Scenario, turn: int = 0) -> str:
-    """The letter of the clue that fits."""
-    theme = str(scenario.start()[1])
-    return LETTERS[scenario.clue_choices(theme, turn).index(theme)]
+def right(text: str) -> str:
+    """The letter of the clue that fits the words asked about."""
+    word = text.split("goes with ")[1].split(",")[0]
+    return letters_of(text)[next(theme for theme, words in THEMES.items() if word in words)]
 
 
-async def play(scenario: Scenario, clue: str, guess: Callable[[str], str] | str, **options: Any) -> Trajectory:
+def wrong(text: str) -> str:
+    return next(letter for letter in "ABCD" if letter != right(text))
+
+
+async def play(scenario: Scenario, clue: Answer, guess: Answer, **options: Any) -> Trajectory:
     return await rollout(Both(clue, guess), scenario, **options)  # type: ignore[arg-type]
 
 
@@ -188,7 +203,8 @@ def test_a_table_follows_from_its_seed(options: dict[str, Any]) -> None:
     tables = set()
     for scenario in scenarios(20, first_seed=5, **options):
         game, theme = scenario.start()
-        assert game == scenario.start()[0] and len(game.roles) == scenario.words
+        assert list(game.roles) == list(scenario.start()[0].roles) and len(game.roles) == scenario.words
+        assert game == scenario.start(order=1)[0], "the same words and roles"
         assert len(game.hidden("target")) == scenario.targets and len(game.hidden("assassin")) == 1
         if scenario.themed:
             assert {word for word in game.roles if word in THEMES[str(theme)]} == set(game.hidden("target"))
@@ -196,10 +212,6 @@ def test_a_table_follows_from_its_seed(options: dict[str, Any]) -> None:
             assert theme is None
         tables.add(tuple(game.roles.items()))
     assert len(tables) == 20
-    assert (
-        len({scenario.start()[0].hidden().index(scenario.start()[0].hidden("target")[0]) for scenario in scenarios(60)})
-        > 3
-    )
 
 
 @pytest.mark.parametrize(
@@ -228,12 +240,27 @@ def test_the_clues_to_pick_from_follow_from_the_seed() -> None:
     picks = scenario.clue_choices(theme)
     assert picks == scenario.clue_choices(theme) != scenario.clue_choices(theme, 1)
     assert theme in picks and len(set(picks)) == 5 and set(picks) <= set(THEMES)
-    assert len({right(scenario) for scenario in scenarios(40)}) == 4
+    assert sorted(scenario.clue_choices(theme, order=1)) == sorted(picks), "the same clues in any order"
+
+
+async def test_each_game_of_a_group_has_its_own_order_so_that_no_letter_is_right_for_all() -> None:
+    scenario = Scenario(seed=5)
+    group = [await play(scenario, right, of_role(scenario, "target"), seed=1000 * 5 + i) for i in range(8)]
+    for at in (0, 1):  # the guesser's conversation, the spymaster's
+        histories = [(game.messages(), game.additional_histories[0].messages())[at] for game in group]
+        questions = [str(messages[1]["content"]).splitlines() for messages in histories]
+        assert len({question[1] for question in questions}) > 2, "another choice stands first"
+        assert len({tuple(sorted(line[3:] for line in question[1:])) for question in questions}) == 1
+        assert len({str(messages[2]["content"]) for messages in histories}) > 2, "another letter is right"
+    again = await play(scenario, right, of_role(scenario, "target"), seed=5003)
+    assert again.messages() == group[3].messages(), "the order follows from the seed"
+    without = [await play(scenario, right, "A") for _ in range(8)]
+    assert len({str(game.messages()[1]) for game in without}) > 2, "preflight gives no seed"
 
 
 async def test_a_won_game_holds_both_conversations_with_their_tokens() -> None:
     scenario = Scenario(seed=3, words=9, targets=3)
-    player = Both(right(scenario), of_role(scenario, "target"))
+    player = Both(right, of_role(scenario, "target"))
     trajectory = await rollout(player, scenario, seed=5)  # type: ignore[arg-type]
     assert trajectory.reward == 1.0 and trajectory.metrics["won"] == 1.0 and trajectory.metrics["first_right"] == 1.0
     assert trajectory.metrics["found"] == trajectory.metrics["guesses"] == 3
@@ -251,8 +278,8 @@ async def test_a_won_game_holds_both_conversations_with_their_tokens() -> None:
 
 async def test_the_guesser_sees_the_table_and_no_role_the_spymaster_his_words() -> None:
     scenario = Scenario(seed=8)
-    game, _ = scenario.start()
-    trajectory = await play(scenario, right(scenario), "none")
+    game, _ = scenario.start(order=9)
+    trajectory = await play(scenario, right, "none", seed=9)
     asked = str(trajectory.messages()[1]["content"])
     assert [line[3:] for line in asked.split("\n")[1:]] == list(game.roles) and "target" not in asked
     secret = str(trajectory.additional_histories[0].messages()[1]["content"])
@@ -261,7 +288,6 @@ async def test_the_guesser_sees_the_table_and_no_role_the_spymaster_his_words() 
 
 async def test_a_clue_that_does_not_fit_ends_the_game_before_a_guess() -> None:
     scenario = Scenario(seed=2)
-    wrong = next(letter for letter in "ABCD" if letter != right(scenario))
     for answer in (wrong, "The", ""):
         trajectory = await play(scenario, answer, "A")
         assert trajectory.reward == -1.0 and trajectory.metrics["bad_clue"] == 1.0
@@ -281,16 +307,16 @@ async def test_a_free_clue_must_keep_the_rules(clue: str | None, why: str) -> No
 @pytest.mark.parametrize(("role", "result", "reward"), [("bystander", "stopped", 0.0), ("assassin", "assassin", -0.5)])
 async def test_a_wrong_guess_ends_it(role: str, result: str, reward: float) -> None:
     scenario = Scenario(seed=6)
-    trajectory = await play(scenario, right(scenario), of_role(scenario, role))
+    trajectory = await play(scenario, right, of_role(scenario, role))
     assert trajectory.reward == reward and trajectory.metrics[result] == 1.0 and trajectory.metrics["guesses"] == 1
 
 
 async def test_an_answer_that_is_no_hidden_word_ends_it() -> None:
     scenario = Scenario(seed=6)
-    trajectory = await play(scenario, right(scenario), "The word is")
+    trajectory = await play(scenario, right, "The word is")
     assert trajectory.reward == -0.5 and trajectory.metrics["no_word"] == 1.0 and "is none of" in trajectory.logs[1]
-    target = of_role(scenario, "target")("")
-    again = await play(scenario, right(scenario), target)  # the same word a second time
+    target = scenario.start()[0].hidden("target")[0]
+    again = await play(scenario, right, lambda text: letters_of(text)[target])  # the same word a second time
     assert again.reward == 0.0 and again.metrics["no_word"] == 1.0 and again.metrics["found"] == 1
 
 
@@ -316,7 +342,7 @@ async def test_plain_python_as_spymaster_asks_the_model_for_guesses_only() -> No
 
 async def test_both_conversations_are_trained() -> None:
     scenario = Scenario(seed=3)
-    good = await play(scenario, right(scenario), of_role(scenario, "target"))
+    good = await play(scenario, right, of_role(scenario, "target"))
     bad = await play(scenario, "The", "A")
     batch = rows_from_groups([TrajectoryGroup([good, bad])], TrainConfig(), max_row_tokens=None)
     assert [row.trajectory for row in batch.rows] == [0, 0, 1]
@@ -324,9 +350,8 @@ async def test_both_conversations_are_trained() -> None:
 
 
 async def test_evaluate_gives_means_and_keeps_the_games() -> None:
-    player = Both("A", "none")
-    games = [game for game in scenarios(40) if right(game) == "A"][:4]
-    result = await evaluate(player, games, step=3, split="val", desc=None)  # type: ignore[arg-type]
+    player = Both(right, "none")
+    result = await evaluate(player, scenarios(4), step=3, split="val", desc=None)  # type: ignore[arg-type]
     assert player.logged == [(4, "val", result, 3)] and result["no_word"] == 1.0 and result["reward"] == -0.5
     with pytest.raises(ValueError, match="no games"):
         means([])
