@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 
-from artnb.engines.byte_tokenizer import ByteTokenizer
-from artnb.engines.scripted import ScriptedEngine
-from artnb.serving.app import StaticResolver, create_app
-from artnb.serving.chat import ChatFormat
-from artnb.serving.transport import make_async_client
-
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from game_2048 import (
     DIRECTIONS,
@@ -31,27 +25,9 @@ from game_2048 import (
     scenarios,
     slide,
 )
+from scripted_model import ScriptedModel
 
 FULL = [[2, 4, 2, 4], [4, 2, 4, 2], [2, 4, 2, 4], [4, 2, 4, 2]]
-
-
-class Player:
-    """What rollout and evaluate need of a model, in front of a scripted engine."""
-
-    def __init__(self, script: Any) -> None:
-        self.engine = ScriptedEngine(script)
-        app = create_app(self.engine, ChatFormat(ByteTokenizer()), StaticResolver("base"), api_key="k")
-        self.client = make_async_client(app, "k")
-        self.logged: list[tuple[int, str, dict[str, float], int | None]] = []
-
-    def openai_client(self) -> Any:
-        return self.client
-
-    def get_inference_name(self, step: int | None = None) -> str:
-        return "base"
-
-    async def log(self, played: list[Any], split: str, *, metrics: dict[str, float], step: int | None = None) -> None:
-        self.logged.append((len(played), split, metrics, step))
 
 
 def turning(request: Any) -> str:
@@ -85,7 +61,7 @@ def test_each_direction_merges_from_the_side_it_slides_to() -> None:
     assert game.after("up") == ([[4, 2, 2, 8], [2, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], 4)
     assert game.after("down") == ([[0, 0, 0, 0], [0, 0, 0, 0], [2, 0, 0, 0], [4, 2, 2, 8]], 4)
     with pytest.raises(ValueError, match="unknown"):
-        game.after("sideways")  # type: ignore[arg-type]
+        game.after("sideways")
 
 
 def test_a_move_scores_and_adds_one_tile() -> None:
@@ -173,9 +149,9 @@ def test_a_scenario_starts_where_its_seed_says(warm_up: int) -> None:
 
 
 async def test_a_whole_rollout_is_recorded_with_its_tokens() -> None:
-    player = Player(turning)
+    player = ScriptedModel(turning)
     scenario = Scenario(seed=4, turns=8)
-    trajectory = await rollout(player, scenario, seed=3)  # type: ignore[arg-type]
+    trajectory = await rollout(player, scenario, seed=3)
     metrics = trajectory.metrics
     assert metrics["turns"] == len(trajectory.choices()) == 8 == metrics["moves"] + metrics["blocked"]
     assert trajectory.messages()[1]["content"] == f"LRUD {scenario.start()[0].board()}"
@@ -189,19 +165,19 @@ async def test_a_whole_rollout_is_recorded_with_its_tokens() -> None:
 
 
 async def test_the_same_moves_meet_the_same_tiles() -> None:
-    one, two = [await rollout(Player(turning), Scenario(seed=9)) for _ in range(2)]  # type: ignore[arg-type]
-    other = await rollout(Player(turning), Scenario(seed=10))  # type: ignore[arg-type]
+    one, two = [await rollout(ScriptedModel(turning), Scenario(seed=9)) for _ in range(2)]
+    other = await rollout(ScriptedModel(turning), Scenario(seed=10))
     assert one.messages() == two.messages() and one.reward == two.reward and other.messages() != one.messages()
 
 
 async def test_an_answer_without_a_direction_ends_it_and_all_turns_left_are_lost() -> None:
-    trajectory = await rollout(Player("The"), Scenario(seed=0))  # type: ignore[arg-type]
+    trajectory = await rollout(ScriptedModel("The"), Scenario(seed=0))
     assert trajectory.reward == -0.5 and trajectory.metrics["no_move"] == 1 and trajectory.metrics["turns"] == 1
     assert "no direction" in trajectory.logs[0]
 
 
 async def test_a_direction_that_moves_nothing_loses_only_its_turn() -> None:
-    trajectory = await rollout(Player("L"), Scenario(seed=1, turns=12))  # type: ignore[arg-type]
+    trajectory = await rollout(ScriptedModel("L"), Scenario(seed=1, turns=12))
     metrics = trajectory.metrics
     assert metrics["blocked"] > 0 and metrics["moves"] > 0 and metrics["turns"] == 12 and metrics["no_move"] == 0
     boards = [message["content"] for message in trajectory.messages()[1::2]]
@@ -211,17 +187,18 @@ async def test_a_direction_that_moves_nothing_loses_only_its_turn() -> None:
 async def test_it_stops_when_the_game_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     last = Game([[2, 2, 8, 16], [32, 64, 128, 256], [8, 16, 32, 64], [128, 256, 8, 16]])
     monkeypatch.setattr(Scenario, "start", lambda self: (last, random.Random(0)))
-    trajectory = await rollout(Player("L"), Scenario(seed=0, turns=5))  # type: ignore[arg-type]
+    trajectory = await rollout(ScriptedModel("L"), Scenario(seed=0, turns=5))
     assert last.over() and trajectory.metrics["turns"] == 1 and trajectory.metrics["largest_tile"] == 256
     assert trajectory.reward == reward_of(4, 0, 5)  # a game that is over loses no turns
 
 
-async def test_evaluate_gives_means_and_keeps_the_rollouts() -> None:
-    player = Player(turning)
-    result = await evaluate(player, scenarios(6), desc=None)  # type: ignore[arg-type]
-    assert not player.logged
-    assert result == await evaluate(player, scenarios(6), step=3, split="val", desc=None)  # type: ignore[arg-type]
-    assert player.logged == [(6, "val", result, 3)]
+async def test_evaluate_gives_means_and_keeps_the_rollouts(tmp_path: Path) -> None:
+    model = ScriptedModel(turning, tmp_path)
+    result = await evaluate(model, scenarios(6), desc=None)
+    assert not model.folder.exists()
+    assert result == await evaluate(model, scenarios(6), step=3, split="val", desc=None)
+    assert model.history()["val/legal_move_rate"].tolist() == [result["legal_move_rate"]]
+    assert len(model.trajectories(step=3, split="val")) == 6
     assert result["legal_move_rate"] == result["moves"] / 6 and result["largest_tile"] >= 8
     with pytest.raises(ValueError, match="no rollouts"):
         means([])

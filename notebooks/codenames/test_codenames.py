@@ -11,15 +11,10 @@ from typing import Any
 import pytest
 
 from artnb.config import TrainConfig
-from artnb.engines.byte_tokenizer import ByteTokenizer
-from artnb.engines.scripted import ScriptedEngine
-from artnb.serving.app import StaticResolver, create_app
-from artnb.serving.chat import ChatFormat
-from artnb.serving.transport import make_async_client
 from artnb.training.rows import rows_from_groups
 from artnb.trajectories import Trajectory, TrajectoryGroup
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from codenames import (
     FREE_PROMPT,
@@ -37,34 +32,10 @@ from codenames import (
     scenarios,
 )
 from codenames_words import THEMES, WORDS
+from scripted_model import ScriptedModel
 
 Answer = Callable[[str], str] | str
 """What is answered, or how it follows from the conversation."""
-
-
-class Both:
-    """What rollout and evaluate need of a model, in front of a scripted engine that plays both roles."""
-
-    def __init__(self, clue: Answer, guess: Answer) -> None:
-        def answer(request: Any) -> str:
-            text = request.prompt_text
-            if FREE_PROMPT in text or choice_prompt(4) in text:  # the tables here have more than four words
-                return clue if isinstance(clue, str) else clue(text)
-            return guess if isinstance(guess, str) else guess(text)
-
-        self.engine = ScriptedEngine(answer)
-        app = create_app(self.engine, ChatFormat(ByteTokenizer()), StaticResolver("base"), api_key="k")
-        self.client = make_async_client(app, "k")
-        self.logged: list[tuple[int, str, dict[str, float], int | None]] = []
-
-    def openai_client(self) -> Any:
-        return self.client
-
-    def get_inference_name(self, step: int | None = None) -> str:
-        return "base"
-
-    async def log(self, played: list[Any], split: str, *, metrics: dict[str, float], step: int | None = None) -> None:
-        self.logged.append((len(played), split, metrics, step))
 
 
 def letters_of(text: str) -> dict[str, str]:
@@ -92,8 +63,20 @@ def wrong(text: str) -> str:
     return next(letter for letter in "ABCD" if letter != right(text))
 
 
+def both(clue: Answer, guess: Answer, base_path: Path | str = ".art") -> ScriptedModel:
+    """A model that plays both roles."""
+
+    def answer(request: Any) -> str:
+        text = request.prompt_text
+        spymaster = FREE_PROMPT in text or choice_prompt(4) in text  # the tables here have more than four words
+        said = clue if spymaster else guess
+        return said if isinstance(said, str) else said(text)
+
+    return ScriptedModel(answer, base_path)
+
+
 async def play(scenario: Scenario, clue: Answer, guess: Answer, **options: Any) -> Trajectory:
-    return await rollout(Both(clue, guess), scenario, **options)  # type: ignore[arg-type]
+    return await rollout(both(clue, guess), scenario, **options)
 
 
 def test_there_are_enough_words_and_each_stands_once() -> None:
@@ -260,8 +243,8 @@ async def test_each_game_of_a_group_has_its_own_order_so_that_no_letter_is_right
 
 async def test_a_won_game_holds_both_conversations_with_their_tokens() -> None:
     scenario = Scenario(seed=3, words=9, targets=3)
-    player = Both(right, of_role(scenario, "target"))
-    trajectory = await rollout(player, scenario, seed=5)  # type: ignore[arg-type]
+    player = both(right, of_role(scenario, "target"))
+    trajectory = await rollout(player, scenario, seed=5)
     assert trajectory.reward == 1.0 and trajectory.metrics["won"] == 1.0 and trajectory.metrics["first_right"] == 1.0
     assert trajectory.metrics["found"] == trajectory.metrics["guesses"] == 3
     (spymaster,) = trajectory.additional_histories
@@ -349,9 +332,10 @@ async def test_both_conversations_are_trained() -> None:
     assert [row.advantage > 0 for row in batch.rows] == [True, True, False]
 
 
-async def test_evaluate_gives_means_and_keeps_the_games() -> None:
-    player = Both(right, "none")
-    result = await evaluate(player, scenarios(4), step=3, split="val", desc=None)  # type: ignore[arg-type]
-    assert player.logged == [(4, "val", result, 3)] and result["no_word"] == 1.0 and result["reward"] == -0.5
+async def test_evaluate_gives_means_and_keeps_the_games(tmp_path: Path) -> None:
+    model = both(right, "none", tmp_path)
+    result = await evaluate(model, scenarios(4), step=3, split="val", desc=None)
+    assert result["no_word"] == 1.0 and result["reward"] == -0.5
+    assert model.history()["val/no_word"].tolist() == [1.0] and len(model.trajectories(step=3, split="val")) == 4
     with pytest.raises(ValueError, match="no games"):
         means([])

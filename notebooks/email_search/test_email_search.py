@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 
 from artnb.engines.byte_tokenizer import ByteTokenizer
-from artnb.engines.scripted import ScriptedEngine
-from artnb.serving.app import StaticResolver, create_app
 from artnb.serving.chat import ChatFormat
-from artnb.serving.transport import make_async_client
 from artnb.training.rows import rows_from_trajectory
 from artnb.training.sft import sft_rows
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from email_search import (
     TEXT_HINT,
@@ -41,21 +38,7 @@ from email_search import (
     words_of,
 )
 from inbox import Email, Mailbox, load_enron, parse_email
-
-
-class Assistant:
-    """What rollout needs of a model, in front of a scripted engine."""
-
-    def __init__(self, script: Any) -> None:
-        self.engine = ScriptedEngine(script)
-        app = create_app(self.engine, ChatFormat(ByteTokenizer()), StaticResolver("base"), api_key="k")
-        self.client = make_async_client(app, "k")
-
-    def openai_client(self) -> Any:
-        return self.client
-
-    def get_inference_name(self, step: int | None = None) -> str:
-        return "base"
+from scripted_model import ScriptedModel
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -300,14 +283,14 @@ def assert_prompts_extend(trajectory: Any) -> None:
 
 
 async def test_tools_from_question_to_answer() -> None:
-    assistant = Assistant(
+    assistant = ScriptedModel(
         [
             call("search_inbox", keywords=["budget", "dana"]),
             call("read_email", message_id="1"),
             call("return_final_answer", answer="Friday", message_ids=["1"]),
         ]
     )
-    trajectory = await rollout(assistant, scenario(), seed=2)  # type: ignore[arg-type]
+    trajectory = await rollout(assistant, scenario(), seed=2)
     assert trajectory.reward == 1.0 and trajectory.metrics["turns"] == 3
     assert all(trajectory.metrics[name] == 1.0 for name in ("right", "cited", "read", "found", "answered"))
     assert "We meet on Friday" in str(trajectory.messages()[5]) and trajectory.tools == TOOLS
@@ -327,8 +310,8 @@ async def test_parallel_and_broken_calls_are_answered_and_the_rollout_goes_on() 
             call("search_inbox", keywords=5),
         ]
     )
-    assistant = Assistant([broken, "Let me think.", call("return_final_answer", answer="unknown", message_ids=[])])
-    trajectory = await rollout(assistant, scenario())  # type: ignore[arg-type]
+    assistant = ScriptedModel([broken, "Let me think.", call("return_final_answer", answer="unknown", message_ids=[])])
+    trajectory = await rollout(assistant, scenario())
     results = [str(m.get("content")) for m in trajectory.messages() if m["role"] == "tool"]  # type: ignore[attr-defined]
     assert len(results) == 6 and "Friday" in results[0] and all("error" in result for result in results[1:])
     assert trajectory.metrics["lost_turns"] == 1 and trajectory.metrics["answered"] == 0.0
@@ -337,19 +320,19 @@ async def test_parallel_and_broken_calls_are_answered_and_the_rollout_goes_on() 
 
 async def test_nothing_is_done_after_the_final_answer() -> None:
     both = call("return_final_answer", answer="Monday", message_ids=["2"]) + "\n" + call("read_email", message_id="1")
-    trajectory = await rollout(Assistant(both), scenario())  # type: ignore[arg-type]
+    trajectory = await rollout(ScriptedModel(both), scenario())
     assert trajectory.metrics["read"] == 0.0 and trajectory.reward == pytest.approx(-0.2)
 
 
 async def test_citing_everything_is_not_citing() -> None:
     everything = call("return_final_answer", answer="Friday", message_ids=["1", "2", "3", "4"])
-    trajectory = await rollout(Assistant(everything), scenario())  # type: ignore[arg-type]
+    trajectory = await rollout(ScriptedModel(everything), scenario())
     assert trajectory.metrics["right"] == 1.0 and trajectory.reward == pytest.approx(0.6)
 
 
 async def test_text_actions_from_question_to_answer() -> None:
-    assistant = Assistant(["search: budget ruiz", "what now?", "read: 1", "answer: Friday"])
-    trajectory = await rollout(assistant, scenario(), mode="text", max_tokens=99)  # type: ignore[arg-type]
+    assistant = ScriptedModel(["search: budget ruiz", "what now?", "read: 1", "answer: Friday"])
+    trajectory = await rollout(assistant, scenario(), mode="text", max_tokens=99)
     contents = [m.get("content") for m in trajectory.messages()[2:]]  # type: ignore[attr-defined]
     assert contents == [
         "search: budget ruiz",
@@ -365,11 +348,11 @@ async def test_text_actions_from_question_to_answer() -> None:
 
 
 async def test_turns_end_and_partial_credit_stays() -> None:
-    searcher: Any = Assistant("search: budget")
+    searcher = ScriptedModel("search: budget")
     trajectory = await rollout(searcher, scenario(), mode="text", max_turns=3)
     assert trajectory.metrics["turns"] == 3 and trajectory.reward == pytest.approx(0.1)
     with pytest.raises(ValueError, match="unknown"):
-        await rollout(Assistant("x"), scenario(), mode="json")  # type: ignore[arg-type]
+        await rollout(ScriptedModel("x"), scenario(), mode="json")
 
 
 @pytest.mark.parametrize("mode", ["tools", "text"])
@@ -389,8 +372,8 @@ async def test_what_an_email_says_is_data(mode: Any) -> None:
             call("return_final_answer", answer="Friday", message_ids=["1"]),
         ],
     }
-    assistant = Assistant(turns[mode])
-    trajectory = await rollout(assistant, asked, mode=mode, max_tokens=999)  # type: ignore[arg-type]
+    assistant = ScriptedModel(turns[mode])
+    trajectory = await rollout(assistant, asked, mode=mode, max_tokens=999)
     assert trajectory.reward == 1.0 and trajectory.metrics["turns"] == 3
     last = assistant.engine.requests[-1].prompt_text
     assert last.count("<|im_start|>system") == 1  # the one system message is ours
@@ -404,8 +387,8 @@ async def test_a_judge_takes_the_place_of_the_exact_check() -> None:
         asked.append((question.text, answer))
         return 0.5
 
-    assistant = Assistant(["read: 1", "answer: the day after Thursday"])
-    trajectory = await rollout(assistant, scenario(), mode="text", max_tokens=99, judge=judge)  # type: ignore[arg-type]
+    assistant = ScriptedModel(["read: 1", "answer: the day after Thursday"])
+    trajectory = await rollout(assistant, scenario(), mode="text", max_tokens=99, judge=judge)
     assert asked == [(QUESTION.text, "the day after Thursday")]
     assert trajectory.reward == pytest.approx(0.5 * 1.0 + 0.5 * (0.2 - 0.2))
 
@@ -413,7 +396,7 @@ async def test_a_judge_takes_the_place_of_the_exact_check() -> None:
         return 7.0
 
     with pytest.raises(ValueError, match="between 0 and 1"):
-        await rollout(Assistant("answer: x"), scenario(), mode="text", judge=unbounded)  # type: ignore[arg-type]
+        await rollout(ScriptedModel("answer: x"), scenario(), mode="text", judge=unbounded)
 
 
 def test_the_demonstrations_get_the_full_reward_and_train_three_turns() -> None:
@@ -433,22 +416,17 @@ def test_the_demonstrations_get_the_full_reward_and_train_three_turns() -> None:
         assert trained == "".join(f"{text}<|im_end|>" for text in actions)
 
 
-async def test_evaluate_asks_every_question_once_and_logs_where_it_is_told() -> None:
-    assistant: Any = Assistant("answer: Friday")
-    logged: list[Any] = []
-
-    async def log(trajectories: Any, **options: Any) -> None:
-        logged.append((len(trajectories), options["split"], options["step"], options["metrics"]["right"]))
-
-    assistant.log = log
+async def test_evaluate_asks_every_question_once_and_logs_where_it_is_told(tmp_path: Path) -> None:
+    assistant = ScriptedModel("answer: Friday", tmp_path)
     result = await evaluate(assistant, [scenario()] * 3, mode="text", split="val", desc=None)
-    assert result["right"] == 1.0 and logged == [(3, "val", None, 1.0)]
+    assert result["right"] == 1.0 and assistant.history()["val/right"].tolist() == [1.0]
+    assert len(assistant.trajectories(split="val")) == 3
     assert len({request.sampling.seed for request in assistant.engine.requests}) == 3
 
 
 async def test_means() -> None:
     answers = ("answer: Friday", "answer: no day")
-    both = [await rollout(Assistant(text), scenario(), mode="text") for text in answers]  # type: ignore[arg-type]
+    both = [await rollout(ScriptedModel(text), scenario(), mode="text") for text in answers]
     result = means(both)
     assert result["reward"] == pytest.approx((0.6 - 0.2) / 2) and result["right"] == 0.5 and result["turns"] == 1.0
     with pytest.raises(ValueError, match="no rollouts"):

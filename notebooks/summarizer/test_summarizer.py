@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from artnb.engines.byte_tokenizer import ByteTokenizer
-from artnb.engines.scripted import ScriptedEngine
-from artnb.serving.app import StaticResolver, create_app
 from artnb.serving.chat import ChatFormat
-from artnb.serving.transport import make_async_client
 from artnb.training.rows import rows_from_trajectory
 from artnb.training.sft import sft_rows
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from scripted_model import ScriptedModel
 from summarizer import (
     Document,
     Question,
@@ -39,21 +36,6 @@ SMALL = Document(
     questions=(Question("Who?", "Ada Bell"), Question("When?", "1962"), Question("What?", "baker")),
     reference="Ada Bell is a baker.",
 )
-
-
-class Writer:
-    """What rollout needs of a model, in front of a scripted engine."""
-
-    def __init__(self, script: Any) -> None:
-        self.engine = ScriptedEngine(script)
-        app = create_app(self.engine, ChatFormat(ByteTokenizer()), StaticResolver("base"), api_key="k")
-        self.client = make_async_client(app, "k")
-
-    def openai_client(self) -> Any:
-        return self.client
-
-    def get_inference_name(self, step: int | None = None) -> str:
-        return "base" if step is None else f"base@{step}"
 
 
 def test_a_document_answers_its_own_questions_and_no_braces_are_left() -> None:
@@ -105,8 +87,8 @@ def test_copied_is_the_share_of_runs_from_the_document() -> None:
 
 async def test_a_rollout_is_scored_and_trains_exactly_its_summary() -> None:
     document = generate_document(3)
-    writer = Writer(document.reference)
-    trajectory = await rollout(writer, document, seed=5, max_tokens=999)  # type: ignore[arg-type]
+    writer = ScriptedModel(document.reference)
+    trajectory = await rollout(writer, document, seed=5, max_tokens=999)
     assert trajectory.reward == reward_of(document, document.reference)
     assert trajectory.metrics["answered"] == pytest.approx(sum(answered(document, document.reference)) / 6)
     assert document.text in str(trajectory.messages()[0])
@@ -118,7 +100,7 @@ async def test_a_rollout_is_scored_and_trains_exactly_its_summary() -> None:
 
 async def test_a_summary_that_is_cut_is_scored_by_what_is_there() -> None:
     document = generate_document(3)
-    trajectory = await rollout(Writer("x" * 100), document, max_tokens=10)  # type: ignore[arg-type]
+    trajectory = await rollout(ScriptedModel("x" * 100), document, max_tokens=10)
     assert trajectory.choices()[0].finish_reason == "length"
     assert trajectory.metrics["answered"] == 0.0 and -0.5 <= (trajectory.reward or 0.0) < 0.0
 
@@ -130,23 +112,17 @@ def test_the_warm_start_learns_the_reference_alone() -> None:
     assert bytes(row.token_ids[row.sampled][:-1].tolist()).decode() == document.reference
 
 
-async def test_evaluate_summarizes_every_document_once_and_logs_where_it_is_told() -> None:
-    writer: Any = Writer("nothing")
-    logged: list[Any] = []
-
-    async def log(trajectories: Any, **options: Any) -> None:
-        logged.append((len(trajectories), options["split"], options["step"], options["metrics"]["answered"]))
-
-    writer.log = log
+async def test_evaluate_summarizes_every_document_once_and_logs_where_it_is_told(tmp_path: Path) -> None:
+    writer = ScriptedModel("nothing", tmp_path)
     result = await evaluate(writer, documents(3), split="val", desc=None)
-    assert result["words"] == 1.0 and logged == [(3, "val", None, 0.0)]
+    assert result["words"] == 1.0 and writer.history()["val/answered"].tolist() == [0.0]
+    assert len(writer.trajectories(split="val")) == 3
     assert len({request.sampling.seed for request in writer.engine.requests}) == 3
 
 
 async def test_means() -> None:
     document = generate_document(1)
-    writers: list[Any] = [Writer(text) for text in ("", document.text)]
-    both = [await rollout(writer, document, max_tokens=999) for writer in writers]
+    both = [await rollout(ScriptedModel(text), document, max_tokens=999) for text in ("", document.text)]
     assert means(both) == {
         "reward": pytest.approx(0.25),
         "answered": pytest.approx(0.5),

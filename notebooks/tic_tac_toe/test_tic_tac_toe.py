@@ -10,15 +10,9 @@ from typing import Any
 
 import pytest
 
-import artnb as art
-from artnb.engines.byte_tokenizer import ByteTokenizer
-from artnb.engines.scripted import ScriptedEngine
-from artnb.serving.app import StaticResolver, create_app
-from artnb.serving.chat import ChatFormat
-from artnb.serving.transport import make_async_client
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+from scripted_model import ScriptedModel
 from tic_tac_toe import (
     LINES,
     Game,
@@ -31,21 +25,6 @@ from tic_tac_toe import (
     rollout,
     scenarios,
 )
-
-
-class Player:
-    """What rollout needs of a model, in front of a scripted engine."""
-
-    def __init__(self, script: Any) -> None:
-        self.engine = ScriptedEngine(script)
-        app = create_app(self.engine, ChatFormat(ByteTokenizer()), StaticResolver("base"), api_key="k")
-        self.client = make_async_client(app, "k")
-
-    def openai_client(self) -> Any:
-        return self.client
-
-    def get_inference_name(self, step: int | None = None) -> str:
-        return "base"
 
 
 def first_free(request: Any) -> str:
@@ -68,7 +47,7 @@ def test_every_line_wins(line: tuple[int, ...]) -> None:
 def test_a_full_board_without_a_line_is_over_and_nobody_won() -> None:
     game = Game()
     for square, mark in zip((1, 2, 3, 5, 4, 6, 8, 7, 9), itertools.cycle("XO"), strict=False):
-        game.put(mark, square)  # type: ignore[arg-type]
+        game.put(mark, square)
     assert game.over() and game.winner() is None and game.free() == []
 
 
@@ -119,7 +98,7 @@ def test_the_random_opponent_follows_its_seed_and_plays_every_square() -> None:
     assert moves == [opponent_move(Game(), "random", random.Random(seed)) for seed in range(100)]
     assert set(moves) == set(range(1, 10))
     with pytest.raises(ValueError, match="unknown"):
-        opponent_move(Game(), "perfect", random.Random(0))  # type: ignore[arg-type]
+        opponent_move(Game(), "perfect", random.Random(0))
 
 
 def test_every_finished_game_is_worth_more_than_any_illegal_one() -> None:
@@ -129,8 +108,8 @@ def test_every_finished_game_is_worth_more_than_any_illegal_one() -> None:
 
 
 async def test_a_whole_game_is_recorded_with_its_tokens() -> None:
-    player = Player(first_free)
-    trajectory = await rollout(player, Scenario(seed=4), seed=3)  # type: ignore[arg-type]
+    player = ScriptedModel(first_free)
+    trajectory = await rollout(player, Scenario(seed=4), seed=3)
     assert sum(trajectory.metrics[name] for name in ("win", "draw", "loss")) == 1.0
     assert trajectory.metrics["illegal"] == 0.0
     assert trajectory.metrics["legal_moves"] == trajectory.metrics["turns"] == len(trajectory.choices()) >= 3
@@ -146,7 +125,7 @@ async def test_a_whole_game_is_recorded_with_its_tokens() -> None:
 @pytest.mark.parametrize("opponent", ["random", "minimax"])
 async def test_the_same_scenario_meets_the_same_opponent(opponent: Any) -> None:
     for scenario in scenarios(6, first_seed=10, opponent=opponent):
-        one, two = [await rollout(Player(first_free), scenario) for _ in range(2)]  # type: ignore[arg-type]
+        one, two = [await rollout(ScriptedModel(first_free), scenario) for _ in range(2)]
         assert one.messages() == two.messages() and one.reward == two.reward
         board = one.messages()[1]["content"]  # type: ignore[typeddict-item]
         assert ("O" in str(board)) != scenario.begins
@@ -154,18 +133,18 @@ async def test_the_same_scenario_meets_the_same_opponent(opponent: Any) -> None:
 
 @pytest.mark.parametrize("answer", ["hello", "0", ""])
 async def test_an_answer_without_a_square_ends_the_game(answer: str) -> None:
-    trajectory = await rollout(Player(answer), Scenario(seed=0))  # type: ignore[arg-type]
+    trajectory = await rollout(ScriptedModel(answer), Scenario(seed=0))
     assert trajectory.reward == -1.0 and trajectory.metrics["illegal"] == 1.0 and trajectory.metrics["turns"] == 1
     assert "no free square" in trajectory.logs[0]
 
 
 async def test_an_occupied_square_ends_the_game_and_the_move_before_counts() -> None:
-    trajectory = await rollout(Player("5"), Scenario(seed=0, model_begins=True))  # type: ignore[arg-type]
+    trajectory = await rollout(ScriptedModel("5"), Scenario(seed=0, model_begins=True))
     assert trajectory.reward == pytest.approx(-0.9) and trajectory.metrics["legal_moves"] == 1
 
 
 async def test_evaluate_gives_means() -> None:
-    result = await evaluate(Player(first_free), scenarios(8), desc=None)  # type: ignore[arg-type]
+    result = await evaluate(ScriptedModel(first_free), scenarios(8), desc=None)
     assert result["legal_move_rate"] == 1.0 and result["illegal"] == 0.0
     assert result["win"] + result["draw"] + result["loss"] == pytest.approx(1.0)
     assert result["reward"] == pytest.approx(result["win"] + 0.5 * result["draw"])
@@ -173,11 +152,8 @@ async def test_evaluate_gives_means() -> None:
         means([])
 
 
-async def test_evaluate_keeps_its_games_where_a_split_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = art.Model("player", "games", base_path=tmp_path)
-    player = Player(first_free)
-    for name in ("openai_client", "get_inference_name"):
-        monkeypatch.setattr(model, name, getattr(player, name))
+async def test_evaluate_keeps_its_games_where_a_split_is_named(tmp_path: Path) -> None:
+    model = ScriptedModel(first_free, tmp_path)
     result = await evaluate(model, scenarios(3), split="val", step=2, desc=None)
     history = model.history()
     assert history["val/reward"].tolist() == [pytest.approx(result["reward"])] and history["step"].tolist() == [2]
