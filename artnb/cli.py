@@ -7,6 +7,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from . import __version__
 from .errors import ArtnbError
@@ -33,6 +34,21 @@ def parser() -> argparse.ArgumentParser:
     quick.add_argument("--seed", type=int, default=0, help="of scenarios, sampling and the adapter")
     quick.add_argument("--base-model", default=None, help="a folder or Hugging Face id instead of the demo model")
     quick.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
+    plan = commands.add_parser(
+        "plan",
+        help="say what fits on a GPU, without one",
+        description="Plan how vLLM and the trainer share one GPU's memory. Needs no GPU and downloads no weights.",
+    )
+    plan.add_argument("--model", required=True, help="a folder or Hugging Face id")
+    plan.add_argument("--gpu", default=None, help="a card's name, e.g. T4; this machine's own without it")
+    plan.add_argument("--context-length", type=int, default=None, help="tokens of prompt and answer together")
+    plan.add_argument("--rank", type=int, default=None, help="of the LoRA adapter")
+    plan.add_argument("--rollouts", type=int, default=None, help="of one step: group size times groups")
+    plan.add_argument("--max-running", type=int, default=None, help="rollouts side by side")
+    plan.add_argument("--dtype", default=None, help="bfloat16, float16 or float32; by the card without it")
+    plan.add_argument("--load-in-4bit", action="store_true", help="base weights in 4-bit NF4 (QLoRA)")
+    plan.add_argument("--load-in-fp8", action="store_true", help="base weights in FP8")
+    plan.add_argument("--sleep", default=None, help="auto, always or never")
     return top
 
 
@@ -40,12 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; a known error becomes one line and exit code 1."""
     options = parser().parse_args(argv)
     try:
-        from .quickstart import Plan, quickstart
-
-        names = ("steps", "groups", "group_size", "learning_rate", "eval_games")
-        chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-        plan = Plan(**chosen, seed=options.seed, base_model=options.base_model, device=options.device)
-        asyncio.run(quickstart(options.out, plan))
+        {"quickstart": _quickstart, "plan": _plan}[options.command](options)
     except ArtnbError as error:
         print(f"artnb: {error}", file=sys.stderr)
         return 1
@@ -53,6 +64,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("artnb: interrupted; run the same command again to go on where it stopped", file=sys.stderr)
         return 130
     return 0
+
+
+def _chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options that were given; the others keep the defaults of what they are passed to."""
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def _quickstart(options: argparse.Namespace) -> None:
+    from .quickstart import Plan, quickstart
+
+    chosen = _chosen(options, "steps", "groups", "group_size", "learning_rate", "eval_games")
+    plan = Plan(**chosen, seed=options.seed, base_model=options.base_model, device=options.device)
+    asyncio.run(quickstart(options.out, plan))
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from .config import LoraConfig
+    from .local.cards import find_card, this_card
+    from .local.plan import plan_memory
+    from .local.shapes import shape_of
+
+    card = this_card() if options.gpu is None else find_card(options.gpu)
+    names = ("context_length", "rollouts", "max_running", "dtype", "load_in_4bit", "load_in_fp8", "sleep")
+    lora = LoraConfig() if options.rank is None else LoraConfig(r=options.rank)
+    print(plan_memory(shape_of(options.model), card, lora=lora, **_chosen(options, *names)).table())
 
 
 if __name__ == "__main__":
