@@ -40,7 +40,8 @@ const model = {
 window.change = (values) => { for (const [k, v] of Object.entries(values)) { state[k] = v;
   for (const f of listeners["change:" + k] || []) f(); } };
 window.listening = () => Object.values(listeners).flat().length;
-window.end = render({ model, el: document.getElementById("host") });
+window.again = (el) => render({ model, el });
+window.end = again(document.getElementById("host"));
 </script>"""
 
 
@@ -154,6 +155,40 @@ def test_an_update_changes_texts_and_keeps_the_charts(chromium: Any, models: lis
     page.evaluate("change({ head: { phase: null, spent: {}, before: {}, worked: 95, run_left: null, planned: 50 } })")
     assert text(page, ".artnb-words") == "idle" and text(page, ".artnb-time") == "worked 1 min 35 s in all"
     assert "ends in about" not in text(page, ".artnb-top") and "40 of 50" in text(page, ".artnb-top")
+    assert page.errors == []
+    page.close()
+
+
+FITS = """[...document.querySelectorAll('figure svg[role=img]')].filter((svg) => svg.style.display !== 'none')
+  .every((svg) => ["width", "height"].every(
+    (side) => Math.abs(svg.viewBox.baseVal[side] - svg.getBoundingClientRect()[side]) < 0.1))"""
+
+
+def test_charts_are_as_wide_as_their_place(chromium: Any, models: list[art.TrainableModel]) -> None:
+    """In a cell that is run again, was narrowed, or is hidden at the moment in which a chart is drawn."""
+    state = state_of(models[0])
+    page = open_page(chromium, state)
+    page.evaluate("host.style.width = '609px'")
+    page.wait_for_function(FITS)
+    recent = json.dumps({"0": {**state["recent"]["0"], "steps": [step + 1 for step in state["recent"]["0"]["steps"]]}})
+    page.evaluate(
+        f"""new Promise((done) => {{
+          requestAnimationFrame(() => {{ host.style.display = "none"; }});
+          change({{ recent: {recent} }});  // drawn in the same frame
+          requestAnimationFrame(() => {{ host.style.display = ""; requestAnimationFrame(done); }});
+        }})"""
+    )
+    assert page.evaluate(FITS), "nothing has changed its size, so nobody draws it again"
+    page.evaluate(
+        """() => {
+          end();
+          const cell = document.createElement("div");
+          cell.style.width = "404px";
+          window.end = again(cell);  // not in the page yet, as JupyterLab does it
+          host.replaceChildren(cell);
+        }"""
+    )
+    page.wait_for_function(f"{FITS} && document.querySelector('figure svg[role=img]').clientWidth < 400")
     assert page.errors == []
     page.close()
 

@@ -194,7 +194,10 @@ class Chart {
 
   drawLines() {
     const box = this.svg.getBoundingClientRect();
-    const width = Math.max(120, box.width || 240), height = box.height || 124;
+    // Hidden at this moment it has no size, e.g. while JupyterLab changes its theme. Back in the same frame it has the
+    // size it had, and no observer tells; otherwise the grid's observer does.
+    if (box.width) this.box = box;
+    const { width, height } = this.box || { width: 240, height: 124 };
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const { x0, x1, y0, y1 } = ranges(this.lines, this.chart);
     this.size = (y1 - y0) / 50;
