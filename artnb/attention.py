@@ -35,6 +35,12 @@ class Attend(Protocol):
         ...
 
 
+class PackAttend(Attend, Protocol):
+    """The `Attend` of one pack. Forward passes bring `size` tokens: the pack's, and padding after them."""
+
+    size: int
+
+
 def _forward(
     module: torch.nn.Module,
     query: torch.Tensor,

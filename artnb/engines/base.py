@@ -7,6 +7,7 @@ event loop and any thread. Implementations: transformers.py, scripted.py, vllm.p
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -137,3 +138,14 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+
+class SharedEngine(Engine, Protocol):
+    """An engine in the trainer's process."""
+
+    def hold(self) -> AbstractContextManager[None]:
+        """The engine stands still between two forward passes while the block runs; requests keep their place.
+
+        Entering blocks until it does.
+        """
+        ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,9 +22,10 @@ from ..notebook.progress import Progress
 from ..tracking.history import History
 from ..training.checkpoints import model_folder
 from ..trajectories import Trajectory, TrajectoryGroup
+from .build import load_base
 from .lockfile import FolderLock
 from .resident import RESIDENTS, Resident
-from .served import ServedBase, load_base
+from .served import ServedBase
 from .step import TrainedModel, run_sft_step, run_step
 
 if TYPE_CHECKING:
@@ -49,10 +50,17 @@ class LocalBackend:
         path: str | Path = ".art",
         device: str = "auto",
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-        engine: Literal["auto", "transformers"] = "auto",
+        engine: Literal["auto", "transformers", "vllm"] = "auto",
         context_length: int | None = None,
-        max_running: int = 64,
+        max_running: int | None = None,
         kv_tokens: int | None = None,
+        load_in_4bit: bool = False,
+        load_in_fp8: bool = False,
+        sleep: Literal["auto", "always", "never"] = "auto",
+        gpu_memory_utilization: float | None = None,
+        enforce_eager: bool = False,
+        engine_options: Mapping[str, Any] | None = None,
+        max_probe_difference: float = 0.1,
         host: str = "127.0.0.1",
         port: int = 0,
         seed: int = 0,
@@ -62,27 +70,51 @@ class LocalBackend:
     ) -> None:
         """
         Args:
-            context_length: tokens of prompt and answer together; None takes the model's own.
-            max_running: requests that are sampled side by side; more wait.
-            kv_tokens: tokens whose keys and values are kept; None: a quarter of the free memory.
+            engine: "auto" takes vLLM where there is a CUDA device and vLLM, else the embedded engine.
+            context_length: tokens of prompt and answer together; None takes the model's own, on a GPU what fits.
+            max_running: requests that are sampled side by side; more wait. None: 64, with vLLM 256.
+            kv_tokens: tokens whose keys and values the embedded engine keeps; None: a quarter of the free memory.
+            load_in_4bit, load_in_fp8: quantize the base model; for vLLM.
+            sleep: whether the engine gives its cache's memory to the trainer during a step; "auto": where both do not
+                fit (`artnb plan` shows it).
+            gpu_memory_utilization: share of the card for vLLM, its weights included; None: planned.
+            enforce_eager: vLLM without CUDA graphs: it starts sooner and samples more slowly.
+            engine_options: further engine arguments by vLLM's own names.
+            max_probe_difference: nats a token by which vLLM's and the trainer's log-probs of a fixed answer may differ
+                before a run is stopped; 0 asks no probe.
             port: of the HTTP endpoint, which starts when `inference_base_url` is first used; 0 is any free one.
             served_checkpoints: how many older checkpoints (`name@step`) stay loaded once asked for.
         """
         me = "LocalBackend"
         check_choice(me, "dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
-        check_choice(me, "engine", engine, ("auto", "transformers"))
-        check_number(me, "max_running", max_running, low=1, whole=True)
+        check_choice(me, "engine", engine, ("auto", "transformers", "vllm"))
+        check_choice(me, "sleep", sleep, ("auto", "always", "never"))
+        check_number(me, "max_probe_difference", max_probe_difference, low=0.0)
+        if gpu_memory_utilization is not None:
+            check_number(me, "gpu_memory_utilization", gpu_memory_utilization, above=0.0, high=1.0)
         check_number(me, "port", port, low=0, high=65535, whole=True)
         check_number(me, "seed", seed, low=0, whole=True)
         check_number(me, "served_checkpoints", served_checkpoints, low=1, whole=True)
-        for option, value in (("context_length", context_length), ("kv_tokens", kv_tokens)):
+        for option, value, low in (
+            ("context_length", context_length, 16),
+            ("kv_tokens", kv_tokens, 16),
+            ("max_running", max_running, 1),
+        ):
             if value is not None:
-                check_number(me, option, value, low=16, whole=True)
+                check_number(me, option, value, low=low, whole=True)
         if not in_process:
             raise ConfigError(f"{me}: in_process=False is not offered: engine and trainer share this process's weights")
         self.path = Path(path)
         self.device = device
         self.dtype = dtype
+        self.engine = engine
+        self.load_in_4bit = load_in_4bit
+        self.load_in_fp8 = load_in_fp8
+        self.sleep = sleep
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.enforce_eager = enforce_eager
+        self.engine_options = dict(engine_options or {})
+        self.max_probe_difference = max_probe_difference
         self.context_length = context_length
         self.max_running = max_running
         self.kv_tokens = kv_tokens
@@ -106,7 +138,9 @@ class LocalBackend:
         """What makes two backends of a process the same."""
         where = (self.path.resolve(), self.host, self.port)
         sizes = (self.context_length, self.max_running, self.kv_tokens, self.served_checkpoints)
-        return (*where, *sizes, self.device, self.dtype, self.seed)
+        weights = (self.device, self.dtype, self.load_in_4bit, self.load_in_fp8)
+        engine = (self.engine, self.sleep, self.gpu_memory_utilization, self.enforce_eager, repr(self.engine_options))
+        return (*where, *sizes, *weights, *engine, self.max_probe_difference, self.seed)
 
     # Registering ---------------------------------------------------------------------------------
 
@@ -178,6 +212,8 @@ class LocalBackend:
                     bar.update(done)
 
                 base = await asyncio.to_thread(load_base, key, self, resident.captures, model.lora, report)
+            if base.probe is not None:
+                await base.probe.start()
             resident.bases[key] = base
             self._say(base.describe())
         return resident.bases[key]

@@ -11,15 +11,14 @@ import torch
 
 from ..backend import ASGIApp
 from ..capture import CaptureRegistry
-from ..config import LoraConfig
-from ..engines.base import AdapterRef
-from ..engines.transformers import TransformersEngine
+from ..engines.base import AdapterRef, SharedEngine
 from ..errors import AdapterNotFoundError
 from ..serving.app import Served, create_app
 from ..serving.chat import ChatFormat
 from ..serving.server import Server
-from ..training.policy import Policy, load_policy
-from .loading import Report, watched_weights
+from ..training.policy import Policy
+from .probe import Probe
+from .room import Room
 
 if TYPE_CHECKING:
     from .backend import LocalBackend
@@ -33,13 +32,21 @@ class ServedBase:
         self,
         name: str,
         policy: Policy,
-        engine: TransformersEngine,
+        engine: SharedEngine,
         backend: LocalBackend,
         captures: CaptureRegistry,
+        *,
+        sleeps: bool = False,
+        probe: Probe | None = None,
+        why: str = "",
     ) -> None:
+        """`sleeps`: the engine gives its memory to the trainer. `probe`: checks that both hold the same weights."""
         self.name = name
         self.policy = policy
         self.engine = engine
+        self.room = Room(engine, sleeps=sleeps)
+        self.probe = probe
+        self._why = why
         self.chat = ChatFormat(policy.tokenizer)
         self.api_key = secrets.token_urlsafe(24)
         self.app: ASGIApp = create_app(engine, self.chat, self, api_key=self.api_key, captures=captures)
@@ -59,6 +66,8 @@ class ServedBase:
         elif device == "cpu":
             native = self.policy.dtype == torch.bfloat16
             why.append("this CPU computes bf16 natively" if native else "bf16 is not native to this CPU, so fp32")
+        if self._why:
+            why.append(self._why)
         return f"{self.engine.description}, context {self.engine.context_length} tokens; {', '.join(why)}"
 
     # Names the endpoint knows ----------------------------------------------------------------------
@@ -72,6 +81,7 @@ class ServedBase:
 
     async def resolve(self, model: str) -> Served:
         """NAME → newest adapter, NAME@N → checkpoint N, loaded when first asked for; the base's name → no adapter."""
+        await self.room.ensure_awake()
         if model == self.name:
             return Served(adapter=None, canonical=self.name)
         name, at, digits = model.rpartition("@")
@@ -123,22 +133,3 @@ class ServedBase:
             await asyncio.to_thread(self._server.close)
             self._server = None
         await self.engine.close()
-
-
-def load_base(
-    name: str, backend: LocalBackend, captures: CaptureRegistry, lora: LoraConfig, report: Report
-) -> ServedBase:
-    """Load weights and start the engine. Blocks: runs in a worker thread. `report` hears of each weight."""
-    with watched_weights(report):
-        policy = load_policy(
-            name, lora=lora, device=backend.device, dtype=backend.dtype, context_length=backend.context_length
-        )
-    engine = TransformersEngine(
-        policy,
-        eos_token_ids=policy.eos_token_ids,
-        context_length=policy.context_length,
-        kv_tokens=backend.kv_tokens,
-        max_running=backend.max_running,
-        seed=backend.seed,
-    )
-    return ServedBase(name, policy, engine, backend, captures)

@@ -43,6 +43,7 @@ from ..training.types import RowBatch
 from ..trajectories import Trajectory, TrajectoryGroup
 from .lockfile import FolderLock
 from .resident import Turn
+from .room import Room
 from .worker import StepInterrupted, in_worker
 
 if TYPE_CHECKING:
@@ -192,6 +193,22 @@ class TrainedModel:
         finally:
             self._stops.discard(stop)
 
+    async def train_in(self, room: Room, work: Callable[[threading.Event], T]) -> tuple[T, dict[str, float]]:
+        """`in_worker` while the device is the trainer's. Returns the work's result, and what giving it took.
+
+        When the engine cannot wake afterwards, the trainer goes back to the last complete step.
+        """
+        ended = False
+        try:
+            async with room.for_trainer() as seconds:
+                done = await self.in_worker(work)
+                ended = True
+        except TrainError:
+            if ended:
+                await asyncio.to_thread(self.undo)
+            raise
+        return done, seconds
+
     async def end_step(self) -> None:
         """Stop the step that runs, if any, and wait until it has ended; those that wait find the model closed."""
         self._closing = True
@@ -245,11 +262,13 @@ class TrainedModel:
         result.metrics["trained"] = float(result.trained)
         result.metrics |= self._measure(base)
         logged = {**summarize(groups), **result.metrics}
+        started = time.monotonic()
         try:
             await asyncio.to_thread(self.history.log_trajectories, result.step, split, groups, replace=True)
             await asyncio.to_thread(self.history.log_metrics, result.step, split, logged)
             with Progress(1, None, phase="save"):
                 result.checkpoint_path = await asyncio.to_thread(self._save, result.step, result.metrics)
+            result.metrics["seconds_save"] = time.monotonic() - started
         except BaseException:
             await asyncio.to_thread(self.undo)
             raise
@@ -258,13 +277,17 @@ class TrainedModel:
         await base.engine.load_adapter(AdapterRef(self.name, result.step), result.checkpoint_path)
         before, self.step = self.step, result.step
         await base.engine.drop_adapter(AdapterRef(self.name, before))
-        result.metrics["seconds_swap"] = time.monotonic() - started
+        swapped = {"seconds_swap": time.monotonic() - started, "seconds_save": result.metrics["seconds_save"]}
         swap.close()
+        if base.probe is not None and result.trained:
+            started = time.monotonic()
+            swapped |= await base.probe.check(self, AdapterRef(self.name, result.step))
+            swapped["seconds_probe"] = time.monotonic() - started
+        result.metrics |= swapped
         try:
-            swapped = {"seconds_swap": result.metrics["seconds_swap"]}
             await asyncio.to_thread(self.history.log_metrics, result.step, split, swapped)
-        except CheckpointError as error:  # the step is complete and served: this number is not worth failing it
-            logger.warning("the swap time of step %d is not in the history: %s", result.step, error)
+        except CheckpointError as error:  # the step is complete and served: these numbers are not worth failing it
+            logger.warning("what the swap of step %d took is not in the history: %s", result.step, error)
         for group in groups:
             group._logged.add((self.name, split))
         EVENTS.emit(
@@ -308,12 +331,11 @@ async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config:
             with Progress(total=None, desc=f"train step {step + 1}", unit="pack", phase="train") as bar:
 
                 def work(stop: threading.Event) -> StepResult:
-                    with base.engine.hold():
-                        return trainer.step(batch, config, step=step, on_progress=_progress(bar, stop))
+                    return trainer.step(batch, config, step=step, on_progress=_progress(bar, stop))
 
-                done = await trained.in_worker(work)
+                done, seconds = await trained.train_in(base.room, work)
             keep_trainer_logprobs(groups, batch.rows)
-            result.metrics.update(done.metrics)
+            result.metrics.update(done.metrics | seconds)
         else:
             result.trained = False
             result.notes.insert(0, explain(batch))
@@ -349,8 +371,7 @@ async def run_sft_step(trained: TrainedModel, trajectories: list[Trajectory], co
 
         def train(stop: threading.Event) -> dict[str, float]:
             metrics: dict[str, float] = {}
-            bar = Progress(total=len(batches), desc=f"sft step {result.step}", unit="batch", phase="train")
-            with bar, base.engine.hold():
+            with Progress(total=len(batches), desc=f"sft step {result.step}", unit="batch", phase="train") as bar:
                 for part, rate in zip(batches, rates, strict=True):
                     metrics = trainer.sft_step(part, rate, config, on_progress=_progress(None, stop)).metrics
                     bar.update(1, loss=metrics.get("loss", 0.0))
@@ -358,7 +379,8 @@ async def run_sft_step(trained: TrainedModel, trajectories: list[Trajectory], co
 
         if batches:
             try:
-                result.metrics.update(await trained.in_worker(train))
+                metrics, seconds = await trained.train_in(base.room, train)
+                result.metrics.update(metrics | seconds)
             except BaseException:
                 await asyncio.to_thread(trained.undo)
                 raise

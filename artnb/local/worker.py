@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from ..notebook.loop import ticking
 
@@ -32,3 +32,19 @@ async def in_worker(work: Callable[[threading.Event], T], stop: threading.Event)
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, StepInterrupted):
             raise error from None
         raise
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await it whole, even when the caller is cancelled meanwhile; the cancellation is passed on afterwards."""
+    task = asyncio.ensure_future(work)
+    interrupted = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            interrupted = True
+    if interrupted:
+        if not task.cancelled():
+            task.exception()  # looked at, so that it is not reported as forgotten
+        raise asyncio.CancelledError
+    return task.result()

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from ..config import LoraConfig
 from ..errors import CheckpointError, ConfigError, ModelError, nearest
 from .base_model import BaseModel
+from .lora_forward import use_own_forward
 
 _PLACEHOLDER = "placeholder"
 """PEFT cannot wrap a model without an adapter; this one has rank 1 and is never used."""
@@ -54,8 +55,14 @@ class Adapters:
                 raise ConfigError(f"LoraConfig: target_modules={lora.target_modules!r}: {error}") from error
         self.model.eval()
         self.model.requires_grad_(False)
-        self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
+        self._layers = self._tuned()
         self._switch(None)
+
+    def _tuned(self) -> list[Any]:
+        layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        for layer in layers:
+            use_own_forward(layer)
+        return layers
 
     def names(self) -> list[str]:
         """The adapters, in the order in which they came."""
@@ -207,7 +214,7 @@ class Adapters:
             except ValueError as error:
                 raise ConfigError(f"LoraConfig: target_modules={config.target_modules!r}: {error}") from error
         self._keys[name] = key
-        self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
+        self._layers = self._tuned()
         self.model.eval()
         self._weights[name] = {n: p for n, p in sorted(self.model.named_parameters()) if f".{key}." in n}
         for weight in self._weights[name].values():

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from ..attention import use
 from ..config import check_choice
 from ..errors import ConfigError, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Weights = Callable[[Mapping[str, torch.Size]], Mapping[str, torch.Tensor]]
+"""Shapes by the model's own names → the tensors to use, e.g. an engine's."""
 _UNSET_LENGTH = 10**9
 """Tokenizers without a limit say 1e30."""
 
@@ -88,17 +92,24 @@ def _cpu_has_bf16() -> bool:
     return any(bool(getattr(torch.cpu, check, bool)()) for check in checks)
 
 
-def load_base(
-    base_model: str | Path, *, device: str = "auto", dtype: str = "auto", context_length: int | None = None
-) -> BaseModel:
-    """Load a causal language model from a folder or from the Hugging Face hub.
+@dataclass(frozen=True, slots=True)
+class BaseFiles:
+    """What is known of a base model before its weights are loaded."""
+
+    name: str  # path or hub id, as transformers takes it
+    config: Any
+    tokenizer: Any
+    context_length: int
+    eos_token_ids: frozenset[int]
+
+
+def read_base(base_model: str | Path, *, context_length: int | None = None) -> BaseFiles:
+    """Configuration and tokenizer of a causal language model from a folder or from the Hugging Face hub.
 
     `context_length` is capped at what the model was made for.
 
-    Raises: ModelError when there is no such model; ConfigError for device, dtype or length.
+    Raises: ModelError when there is no such model; ConfigError for the length.
     """
-    where = pick_device(device)
-    chosen = pick_dtype(where, dtype)
     if context_length is not None and context_length < 2:
         raise ConfigError(f"context_length={context_length} must be at least 2: one token of prompt, one of answer")
     name = str(Path(base_model).expanduser()) if _is_path(base_model) else str(base_model)
@@ -106,27 +117,77 @@ def load_base(
     try:
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=chosen)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ModelError(_not_loaded(base_model, name, error)) from error
-    use(model)
-    model.requires_grad_(False)
-    model.to(where).eval()
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or tokenizer.model_max_length
     if longest >= _UNSET_LENGTH:
         if context_length is None:
             raise ConfigError(f"{base_model} does not say how long its context is; pass context_length=<tokens>")
         longest = context_length
-    return BaseModel(
+    return BaseFiles(
         name=name,
-        model=model,
+        config=config,
         tokenizer=tokenizer,
+        context_length=min(int(longest), context_length or int(longest)),
+        eos_token_ids=_eos(_generation_config(name), tokenizer, text),
+    )
+
+
+def load_base(
+    base_model: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    context_length: int | None = None,
+    weights: Weights | None = None,
+) -> BaseModel:
+    """Load a causal language model from a folder or from the Hugging Face hub, or build it around `weights`.
+
+    Raises: as `read_base`; ConfigError for device and dtype.
+    """
+    where = pick_device(device)
+    chosen = pick_dtype(where, dtype)
+    files = read_base(base_model, context_length=context_length)
+    if weights is not None:
+        model = _built_around(files.config, chosen, weights)
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(files.name, dtype=chosen)
+        except (OSError, ValueError, ImportError, SafetensorError) as error:
+            raise ModelError(_not_loaded(base_model, files.name, error)) from error
+    use(model)
+    model.requires_grad_(False)
+    model.to(where).eval()
+    return BaseModel(
+        name=files.name,
+        model=model,
+        tokenizer=files.tokenizer,
         device=where,
         dtype=chosen,
-        context_length=min(int(longest), context_length or int(longest)),
-        eos_token_ids=_eos(model, tokenizer, text),
+        context_length=files.context_length,
+        eos_token_ids=files.eos_token_ids,
     )
+
+
+def _built_around(config: Any, dtype: torch.dtype, weights: Weights) -> PreTrainedModel:
+    """The model's modules over tensors that exist already; its buffers (rotary frequencies) are its own."""
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    given = weights({name: weight.shape for name, weight in model.named_parameters()})
+    model.load_state_dict(given, strict=False, assign=True)
+    model.tie_weights()
+    missing = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if missing:
+        raise ModelError(f"{len(missing)} weights were not given, the first is {missing[0]!r}")
+    return model
+
+
+def _generation_config(name: str) -> Any:
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except OSError:
+        return None  # not every model has the file
 
 
 def _is_path(base_model: str | Path) -> bool:
@@ -164,9 +225,8 @@ def _not_loaded(base_model: str | Path, name: str, error: Exception) -> str:
     )
 
 
-def _eos(model: PreTrainedModel, tokenizer: Any, text_config: Any) -> frozenset[int]:
+def _eos(generation: Any, tokenizer: Any, text_config: Any) -> frozenset[int]:
     found: set[int] = set()
-    generation = getattr(model, "generation_config", None)
     for value in (
         getattr(generation, "eos_token_id", None),
         tokenizer.eos_token_id,

@@ -63,14 +63,14 @@ def output_head(model: Any, config: Any) -> Head:
 def _chunk(
     head: Head,
     hidden_CD: torch.Tensor,
-    temperature_C: torch.Tensor,
+    temperature_C: torch.Tensor | None,
     unit_E: torch.Tensor,
     target_E: torch.Tensor,
     entropy: bool,
     entropy_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits_CV = head(hidden_CD)
-    if not bool((temperature_C == 1.0).all()):
+    if temperature_C is not None:
         logits_CV = logits_CV / temperature_C.unsqueeze(1)
     logp_CV = logits_CV.log_softmax(-1)
     del logits_CV
@@ -96,13 +96,15 @@ def gather_logprobs(
         zero_RT = hidden_SD.new_zeros(pack.mask_RT.shape, dtype=torch.float32)
         return zero_RT, zero_RT.clone() if entropy else None
     hidden_UD = hidden_SD.index_select(0, torch.from_numpy(wanted.position_U).to(device))
-    temperature_U = torch.from_numpy(wanted.temperature_U).to(device)
     unit_E, target_E = (torch.from_numpy(x).to(device) for x in (wanted.unit_E, wanted.target_E))
     logps: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
     for start, hidden_CD in zip(range(0, len(hidden_UD), chunk), hidden_UD.split(chunk), strict=True):
         low, high = np.searchsorted(wanted.unit_E, [start, start + chunk]).tolist()
-        args = (head, hidden_CD, temperature_U[start : start + chunk], unit_E[low:high] - start, target_E[low:high])
+        part_C = wanted.temperature_U[start : start + chunk]
+        # Looked at here, not on the device: reading a value back would make the host wait for the GPU.
+        temperature_C = None if (part_C == 1.0).all() else torch.from_numpy(part_C).to(device)
+        args = (head, hidden_CD, temperature_C, unit_E[low:high] - start, target_E[low:high])
         if torch.is_grad_enabled():
             logp_E, entropy_C = checkpoint(
                 _chunk, *args, entropy, entropy_grad, use_reentrant=False, preserve_rng_state=False

@@ -19,12 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..attention import flat_inputs
+from ..attention import PackAttend, flat_inputs
 from ..config import LoraConfig, check_choice
 from ..errors import ModelError
 from ..memory import Trimmer, available_bytes
 from .adapters import Adapters
-from .base_model import BaseModel, load_base
+from .base_model import BaseModel, Weights, load_base
+from .fast_norms import use_fused_norms
+from .flex_tree import FlexTreeAttend
 from .logprobs import gather_logprobs, output_head
 from .pack import build_packs
 from .tree_attention import TreeAttend
@@ -32,13 +34,18 @@ from .types import Pack, Row
 
 CPU_ACTIVATION_BYTES = 2 << 30
 """On CPU a step keeps at most this much of activations (or half of what is free): the machine is also the user's."""
+GPU_ACTIVATION_BYTES = 32 << 30
+"""On a GPU a step keeps at most this much (or 6/10 of what is free): larger packs are no faster."""
+LOGITS_BYTES = 256 << 20
+"""On a GPU the fp32 logits of so many bytes exist at a time."""
 
 
 class Policy:
     """A base model with adapters. Made by `load_policy`.
 
     `gradient_checkpointing`: True recomputes every layer's activations in the backward pass, False none;
-    "auto" recomputes as many layers as the free memory asks for. `chunk`: positions whose logits exist at a time.
+    "auto" recomputes as many layers as the free memory asks for. `chunk`: positions whose logits exist at a time;
+    None is 256, and more on a GPU.
     """
 
     def __init__(
@@ -47,7 +54,7 @@ class Policy:
         lora: LoraConfig,
         *,
         gradient_checkpointing: bool | Literal["auto"] = "auto",
-        chunk: int = 256,
+        chunk: int | None = None,
     ) -> None:
         if not isinstance(gradient_checkpointing, bool):
             check_choice("Policy", "gradient_checkpointing", gradient_checkpointing, ("auto",))
@@ -58,13 +65,18 @@ class Policy:
         self.context_length = base.context_length
         self.eos_token_ids = base.eos_token_ids
         self.gradient_checkpointing = gradient_checkpointing
-        self.chunk = chunk
         self.base: PreTrainedModel = base.model  # the causal language model, PEFT's layers inside
         self._adapters = Adapters(base, lora)
         self._text_config = base.model.config.get_text_config()
         self._decoder: torch.nn.Module = base.model.get_decoder()
         self._head = output_head(base.model, self._text_config)
         self._layers = [m for m in self._decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self.chunk = chunk or self._pick_chunk()
+        cuda = base.device.type == "cuda"
+        # Triton's kernels need Ampere; TreeAttend runs everywhere.
+        self._flex = cuda and torch.cuda.get_device_capability(base.device) >= (8, 0)
+        if cuda:
+            use_fused_norms(self._decoder)
         self._check()
 
     @property
@@ -121,7 +133,7 @@ class Policy:
         entropy: bool = False,
         grad: bool = False,
         entropy_grad: bool = True,
-        attend: TreeAttend | None = None,
+        attend: PackAttend | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs of the pack's sampled tokens at their temperatures, and the entropy there: [R, T] fp32, in nats.
 
@@ -129,9 +141,11 @@ class Policy:
         `entropy_grad`) carry gradients to the adapter's weights; call it, and backward, inside
         `using(adapter, train=True)`. Pass the same `attend` for every pass over a pack: it holds the masks.
         """
-        attend = attend or TreeAttend(pack.segments, self.device)
-        ids_S = torch.from_numpy(pack.token_ids_S).to(self.device)
-        place_S = torch.from_numpy(pack.position_ids_S).to(self.device)
+        attend = attend or self.attend(pack)
+        padding = (0, attend.size - len(pack.token_ids_S))
+        ids_S, place_S = (
+            torch.from_numpy(np.pad(x_S, padding)).to(self.device) for x_S in (pack.token_ids_S, pack.position_ids_S)
+        )
         with self.using(adapter, train=grad), torch.set_grad_enabled(grad), self._checkpointed(len(ids_S), grad):
             output = self._decoder(**flat_inputs(ids_S, place_S, attend))
             return gather_logprobs(
@@ -142,6 +156,12 @@ class Policy:
                 entropy_grad=grad and entropy_grad,
                 chunk=max(1, self.chunk),
             )
+
+    def attend(self, pack: Pack) -> PackAttend:
+        """The attention of this pack, for all passes over it."""
+        if self._flex:
+            return FlexTreeAttend(pack.segments, self.device)
+        return TreeAttend(pack.segments, self.device)
 
     def recomputed_layers(self, tokens: int) -> int:
         """How many layers' activations a pass with gradients over so many tokens computes again, not keeps."""
@@ -173,7 +193,15 @@ class Policy:
 
     def _activation_budget(self) -> int:
         free = available_bytes(self.device)
-        return min(CPU_ACTIVATION_BYTES, free // 2) if self.device.type == "cpu" else free * 6 // 10
+        if self.device.type == "cpu":
+            return min(CPU_ACTIVATION_BYTES, free // 2)
+        return min(GPU_ACTIVATION_BYTES, free * 6 // 10)
+
+    def _pick_chunk(self) -> int:
+        if self.device.type == "cpu":
+            return 256
+        fits = LOGITS_BYTES // (4 * int(self._text_config.vocab_size))
+        return 1 << (min(max(fits, 256), 8192).bit_length() - 1)
 
     def _input_bytes(self) -> int:
         """Bytes of the inputs of all layers, per token."""
@@ -188,10 +216,7 @@ class Policy:
         queries = heads * head_dim
         kv = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
         inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
-        kept: int = (6 * config.hidden_size + 3 * queries + 2 * kv + 4 * inner) * item
-        if item < 4:  # each LoRA layer keeps its input once more, in fp32
-            kept += 4 * (5 * config.hidden_size + queries + inner)
-        return kept
+        return int((6 * config.hidden_size + 3 * queries + 2 * kv + 4 * inner) * item)
 
     @contextmanager
     def _checkpointed(self, tokens: int, grad: bool) -> Iterator[None]:
@@ -252,8 +277,11 @@ def load_policy(
     dtype: str = "auto",
     context_length: int | None = None,
     gradient_checkpointing: bool | Literal["auto"] = "auto",
+    weights: Weights | None = None,
 ) -> Policy:
     """Load a base model from a folder or the hub and make it ready for adapters shaped like `lora`.
+
+    `weights` gives an engine's tensors instead of loading them a second time.
 
         policy = load_policy("Qwen/Qwen3-0.6B", lora=LoraConfig(r=16))
         policy.add_adapter("my-agent")
@@ -261,5 +289,5 @@ def load_policy(
     Raises: ModelError when there is no such model or it cannot train in packs; ConfigError for an option
     that cannot be honoured here.
     """
-    base = load_base(base_model, device=device, dtype=dtype, context_length=context_length)
+    base = load_base(base_model, device=device, dtype=dtype, context_length=context_length, weights=weights)
     return Policy(base, lora, gradient_checkpointing=gradient_checkpointing)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from .. import memory
+from ..attention import PackAttend
 from ..config import TrainConfig, TrainSFTConfig
 from ..errors import ArtnbError, NonFiniteGradientError, TrainError
 from .loss import LossOutput, StepTotals, Sums, add_sums, finish_metrics, policy_loss, sft_loss
 from .optimizer import AdapterOptimizer
 from .pack import build_packs
 from .policy import Policy
-from .tree_attention import TreeAttend
 from .types import Pack, Row, RowBatch
 
 OnProgress = Callable[..., None]
@@ -45,7 +45,7 @@ class _Placed:
 
     pack: Pack
     rows: list[Row]  # those of the pack, in its order
-    attend: TreeAttend
+    attend: PackAttend
     mask_RT: torch.Tensor
     advantage_R: torch.Tensor
     sampler_RT: torch.Tensor
@@ -231,7 +231,7 @@ class Trainer:
             _Placed(
                 pack,
                 [rows[index] for index in pack.rows],
-                TreeAttend(pack.segments, device),
+                self.policy.attend(pack),
                 torch.from_numpy(pack.mask_RT).to(device),
                 torch.from_numpy(pack.advantage_R).to(device),
                 torch.from_numpy(pack.sampler_logp_RT).to(device),

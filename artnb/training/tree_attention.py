@@ -57,7 +57,7 @@ def _union(a: dict[int, tuple[int, int]], b: dict[int, tuple[int, int]]) -> dict
 
 
 class TreeAttend:
-    """An `Attend` (artnb/attention.py) for the flat tokens of one pack.
+    """A `PackAttend` out of torch's own attention, on any device.
 
     `segments` cover the positions from 0 without a gap, parents before children (as in `Pack`). Exact,
     sliding windows included; differentiable. Keep it for all layers and passes over the same pack.
@@ -65,6 +65,7 @@ class TreeAttend:
 
     def __init__(self, segments: Sequence[Segment], device: torch.device | str = "cpu") -> None:
         self._segments = list(segments)
+        self.size = self._segments[-1].end if self._segments else 0
         self._sizes = [segment.end - segment.start for segment in self._segments]
         self._device = torch.device(device)
         self._blocks: dict[tuple[int | None, torch.dtype], list[_Block]] = {}

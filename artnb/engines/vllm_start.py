@@ -1,0 +1,94 @@
+"""vLLM's beginning and end in this process, and the memory of its key/value cache."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError, EngineError
+from .vllm_options import VllmOptions, engine_args, engine_environment
+
+logger = logging.getLogger("artnb")
+WAKE_MARGIN_BYTES = 256 << 20
+"""What must be free beside the cache before it is mapped again."""
+
+
+def start(options: VllmOptions) -> Any:
+    """vLLM's LLMEngine, stepped by whoever calls `step`. Raises: ConfigError, EngineError when it does not start."""
+    with engine_environment(in_process=True), _kept_random_state():
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        args = engine_args(options, in_process=True)
+        try:
+            return LLMEngine.from_engine_args(args)
+        except ConfigError:
+            raise
+        except Exception as error:
+            _collect()
+            raise EngineError(f"vLLM did not start: {line(error)}") from error
+
+
+def stop(engine: Any, *, asleep: bool) -> None:
+    """Give back what the engine holds; the caller keeps no reference to it."""
+    try:
+        if asleep:
+            engine.wake_up()  # what is not mapped cannot be freed
+        engine.engine_core.shutdown()
+    except Exception:
+        logger.exception("vLLM did not shut down cleanly")
+    del engine
+    _collect()
+
+
+def pool_bytes() -> int:
+    """Of the memory that sleep gives away: the key/value cache's."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return int(CuMemAllocator.get_instance().get_current_usage())
+
+
+def check_room(needed: int) -> None:
+    """vLLM maps its cache piece by piece, and one that fails half-way cannot be tried again.
+
+    Raises: EngineError when `needed` bytes are not free.
+    """
+    _collect()
+    free, _ = torch.cuda.mem_get_info()
+    if free < needed + WAKE_MARGIN_BYTES:
+        gib = 1024.0**3
+        raise EngineError(
+            f"the engine cannot wake: its cache takes {needed / gib:.1f} GiB and {free / gib:.1f} GiB are free. Free "
+            "what else holds GPU memory and try again; a smaller max_running or context_length needs less"
+        )
+
+
+def line(error: BaseException | None) -> str:
+    """An error in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:500]
+
+
+def _collect() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _kept_random_state() -> Iterator[None]:
+    """vLLM seeds the process's generators as it starts; what the user seeded there stays as it was."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
