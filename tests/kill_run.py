@@ -31,7 +31,7 @@ KILLS = 20
 
 
 async def run(base: str, folder: Path) -> None:
-    backend = art.LocalBackend(path=folder, device="cpu", verbose=False)
+    backend = art.LocalBackend(path=folder, device="cpu", dtype="float32", verbose=False)
     model = art.TrainableModel(name="agent", project="kill", base_model=base, lora=art.LoraConfig(r=4))
     await model.register(backend)
     started = await model.get_step()

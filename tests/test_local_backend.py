@@ -20,7 +20,8 @@ FAST = art.TrainConfig(learning_rate=5e-3)
 
 
 def make(tiny_base: Path, tmp_path: Path, name: str = "agent", **options: Any) -> tuple[art.TrainableModel, Any]:
-    backend = art.LocalBackend(path=tmp_path / "art", device="cpu", verbose=False, **options)
+    # fp32 everywhere: where a CPU computes bf16 natively, the default, rounding depends on who is computed beside whom.
+    backend = art.LocalBackend(path=tmp_path / "art", device="cpu", verbose=False, **{"dtype": "float32", **options})
     model = art.TrainableModel(name=name, project="tests", base_model=tiny_base, lora=LORA)
     return model, backend
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kernels import Kernel
+from jupyter_kernels import Kernel
 
 SETUP = """
 import asyncio, artnb as art
