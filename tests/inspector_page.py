@@ -124,10 +124,14 @@ class Page:
         if path == "/style.css":
             return "text/css", stylesheet()
         if path == "/state":
-            state = {"selected": list(self.inspector.selected), "preview": list(self.inspector.preview)}
+            state = {name: getattr(self.inspector, name) for name in ("selected", "preview", "static_class")}
             return "application/json", json.dumps(state, allow_nan=False)
         background, variables = HOSTS[self.host]
-        html = PAGE.replace("HOST_BG", background).replace("HOST_VARIABLES", variables)
+        html = (
+            PAGE.replace("STATIC", self.inspector.static_class)
+            .replace("HOST_BG", background)
+            .replace("HOST_VARIABLES", variables)
+        )
         return "text/html", html.replace("SILENT", str(self._silent).lower()).replace("SCENARIO", self._scenario)
 
     def _post(self, path: str, body: Any) -> Any:

@@ -554,18 +554,30 @@ def test_static_html_holds_every_text_and_no_foreign_tag() -> None:
         assert text.encode("utf-8", "replace").decode().replace("\0", "") in page.text.replace("\0", ""), text
 
 
-def test_the_bundle_has_the_widget_and_the_best_and_worst_as_html() -> None:
+@pytest.fixture
+def displayed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What is displayed."""
+    bundles: list[dict[str, Any]] = []
+    monkeypatch.setattr("IPython.display.display", lambda bundle, **_: bundles.append(bundle))
+    return bundles
+
+
+def test_it_shows_the_widget_and_beside_it_the_best_and_worst_as_html(displayed: list[dict[str, Any]]) -> None:
     groups = many(2, 4, 2)
     groups[1].trajectories[1].reward = 7.5
     groups[0].trajectories[2].reward = -3.0
     inspector = Inspector(groups)
-    bundle = inspector._repr_mimebundle_()
-    assert bundle is not None
-    data, _ = bundle
-    assert "application/vnd.jupyter.widget-view+json" in data
-    text = Reader(data["text/html"]).text
+    inspector._ipython_display_()
+    live, saved = displayed
+    assert live["application/vnd.jupyter.widget-view+json"]["model_id"] == inspector.model_id
+    assert "text/html" not in live, "nbconvert takes one form of an output: the widget, where its state is saved"
+    text = Reader(saved["text/html"]).text
     assert "Best · reward 7.5" in text and "Worst · reward −3" in text
-    assert len(data["text/plain"]) < 120
+    assert f'class="{inspector.static_class}"' in saved["text/html"]
+    assert len(live["text/plain"]) < 120 and len(saved["text/plain"]) < 120
+    inspector.close()
+    inspector._ipython_display_()
+    assert displayed[2:] == [saved]
     assert [values["title"] for values in inspector.preview] == ["Best", "Worst"]
     json.dumps(inspector.preview, allow_nan=False)
 

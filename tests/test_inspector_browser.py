@@ -277,6 +277,18 @@ def test_nothing_is_cut_in_a_narrow_cell(page: Page) -> None:
     assert heights == {1200: 30, 700: 30, 480: 30, 340: 52, 200: 52}
 
 
+def test_the_saved_page_is_hidden_while_the_widget_lives(page: Page) -> None:
+    seen = page.run(
+        """
+        const height = () => document.querySelector("body > p").offsetHeight;
+        const found = [height()];
+        end();
+        return [...found, height()];
+        """
+    )
+    assert seen[0] == 0 < seen[1]
+
+
 @pytest.mark.parametrize(
     ("width", "host"), [(1280, "system-light"), (800, "system-dark"), (800, "jupyter-light"), (1280, "jupyter-dark")]
 )

@@ -364,6 +364,9 @@ function render({ model, el }) {
     arrange();
     list.scrollTop = first * height; // the same row stays the first
   }
+  const hidden = document.createElement("style"); // while the widget is seen, the static HTML below it is not
+  hidden.textContent = `.${CSS.escape(model.get("static_class"))} { display: none; }`;
+  document.head.append(hidden);
   const sizes = new ResizeObserver(fit);
   sizes.observe(root);
   model.on("msg:custom", received);
@@ -371,6 +374,7 @@ function render({ model, el }) {
   ask("index", {}, opened);
   return () => {
     sizes.disconnect();
+    hidden.remove();
     model.off("msg:custom", received);
     model.off("change:selected", ticksChanged);
     clearTimeout(soon);

@@ -2,6 +2,7 @@
 
 The browser first gets a compact index and asks for messages when they are opened, so that a step of thousands opens
 at once. The drawing is in inspector.js and inspector_view.js; what it is sent is made in trajectory_view.py.
+Best and worst trajectory are displayed beside it as static HTML, which a page without kernel or widgets still shows.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ class Inspector(anywidget.AnyWidget):
     preview = traitlets.List(
         traitlets.Dict(), help="Best and worst trajectory: what is painted while, or if, no kernel answers."
     ).tag(sync=True)
+    static_class = traitlets.Unicode(help="Of the static HTML, which is hidden while the widget is seen.").tag(
+        sync=True
+    )
 
     def __init__(
         self,
@@ -98,6 +102,7 @@ class Inspector(anywidget.AnyWidget):
         else:
             self._load(MemorySource(list(groups or [])), None, None)
         super().__init__()
+        self.static_class = f"artnb-static-{self.model_id}"
         self.preview = self._preview()
         self.on_msg(self._received)
 
@@ -133,13 +138,18 @@ class Inspector(anywidget.AnyWidget):
         where = f"step {self._step}, {self._split}" if self._step is not None else "in memory"
         return f"<Inspector of {len(self._source.heads)} trajectories in {len(self._source.groups)} groups, {where}>"
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """The widget, and for pages without a kernel the best and the worst trajectory as escaped HTML."""
-        bundle = super()._repr_mimebundle_(**kwargs)
-        if bundle is None:
-            return None
-        data, metadata = bundle
-        return {**data, "text/html": self.static_html()}, metadata
+    def _ipython_display_(self, **_: Any) -> None:
+        """The widget, then the static HTML as an output of its own.
+
+        In one output a page without a kernel would show the widget alone, and that only where its scripts can be
+        fetched: of several forms nbconvert takes the widget as soon as its state is saved with the notebook.
+        """
+        from IPython.display import display
+
+        if self.comm is not None and (bundle := self._repr_mimebundle_()) is not None:  # else it was closed
+            display(bundle[0], metadata=bundle[1], raw=True)  # type: ignore[no-untyped-call]
+        page = f'<div class="{self.static_class}">\n{self.static_html()}\n</div>'
+        display({"text/plain": repr(self), "text/html": page}, raw=True)  # type: ignore[no-untyped-call]
 
     def static_html(self) -> str:
         """Best and worst trajectory, escaped and cut."""
