@@ -38,6 +38,7 @@ class VllmOptions:
     enforce_eager: bool = False  # no CUDA graphs: a quicker start, slower decoding
     sleep: bool = True  # the cache's memory can be given to the trainer
     seed: int = 0
+    quantization: str | None = None  # "bitsandbytes" (NF4) or "fp8", of a model with 16-bit weights
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -121,6 +122,7 @@ def engine_args(options: VllmOptions, *, in_process: bool) -> Any:
         "enforce_eager": options.enforce_eager or not cuda,
         "enable_sleep_mode": options.sleep and cuda,
         "seed": options.seed,
+        "quantization": options.quantization,
         # Of the distribution at the request's temperature: what the trainer recomputes.
         "logprobs_mode": "processed_logprobs",
         # The sampling parameters are the request's own; a generation_config.json beside the model changes none.

@@ -96,6 +96,7 @@ def _with_vllm(name: str, backend: LocalBackend, captures: CaptureRegistry, lora
         enforce_eager=backend.enforce_eager or (plan is not None and not plan.cuda_graphs),
         sleep=plan is not None and plan.sleep,
         seed=backend.seed,
+        quantization="bitsandbytes" if backend.load_in_4bit else "fp8" if backend.load_in_fp8 else None,
         extra=backend.engine_options,
     )
     engine = VllmEngine(options, eos_token_ids=files.eos_token_ids)
@@ -106,7 +107,7 @@ def _with_vllm(name: str, backend: LocalBackend, captures: CaptureRegistry, lora
         dtype=dtype,
         context_length=context,
         # vLLM repacks a CPU's weights for its own kernels, so that they cannot be shared there.
-        weights=None if plan is None else lambda shapes: shared_weights(engine.module, shapes),
+        weights=None if plan is None else lambda shapes: shared_weights(engine.module, shapes, getattr(torch, dtype)),
     )
     probe = Probe(engine, policy, limit=backend.max_probe_difference) if backend.max_probe_difference else None
     return ServedBase(name, policy, engine, backend, captures, sleeps=plan is None or plan.sleep, probe=probe, why=why)

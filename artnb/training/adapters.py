@@ -138,8 +138,11 @@ class Adapters:
         key = self.key(name)
         path.mkdir(parents=True, exist_ok=True)
         with self.lock:
-            held = peft.get_peft_model_state_dict(self.model, adapter_name=key, save_embedding_layers=False)
-            weights = {n: w.detach().to("cpu", torch.float32).contiguous() for n, w in held.items()}
+            # As PEFT names them in a file: without the adapter's own name. Its function for this walks all modules.
+            held = {n.replace(f".{key}.", "."): w.detach() for n, w in self._weights[name].items()}
+            flat = torch.cat([w.reshape(-1) for w in held.values()]).to("cpu", torch.float32)
+            pieces = flat.split([w.numel() for w in held.values()])
+            weights = {n: piece.view(w.shape).clone() for (n, w), piece in zip(held.items(), pieces, strict=True)}
             config = copy.copy(self.model.peft_config[key])
             config.inference_mode = True
             config.base_model_name_or_path = self._base.name

@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from ..attention import use
 from ..config import check_choice
 from ..errors import ConfigError, ModelError
+from ..packed_linear import PackedWeight, pack_linears
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Weights = Callable[[Mapping[str, torch.Size]], Mapping[str, torch.Tensor]]
+Weights = Callable[[Mapping[str, torch.Size]], Mapping[str, torch.Tensor | PackedWeight]]
 """Shapes by the model's own names → the tensors to use, e.g. an engine's."""
 _UNSET_LENGTH = 10**9
 """Tokenizers without a limit say 1e30."""
@@ -175,8 +176,10 @@ def _built_around(config: Any, dtype: torch.dtype, weights: Weights) -> PreTrain
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     given = weights({name: weight.shape for name, weight in model.named_parameters()})
-    model.load_state_dict(given, strict=False, assign=True)
+    plain = {name: weight for name, weight in given.items() if isinstance(weight, torch.Tensor)}
+    model.load_state_dict(plain, strict=False, assign=True)
     model.tie_weights()
+    pack_linears(model, {name: weight for name, weight in given.items() if isinstance(weight, PackedWeight)})
     missing = [name for name, weight in model.named_parameters() if weight.is_meta]
     if missing:
         raise ModelError(f"{len(missing)} weights were not given, the first is {missing[0]!r}")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
+from ..memory import available_bytes
 from .policy import Policy
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's own names of its two running means."""
 _FIRST_SCALE = 1024.0
 _GROWTH_STEPS = 200
 
@@ -39,11 +43,13 @@ class AdapterOptimizer:
             a is b for a, b in zip(parameters, self._parameters, strict=True)
         )
         if self._adamw is None or not same:
-            before = self._adamw.state_dict() if self._adamw and self._names == list(found) else None
+            before = self._adamw.state if self._adamw and self._names == list(found) else {}
+            held = [before.get(parameter) for parameter in self._parameters]
             self._names, self._parameters = list(found), parameters
             self._adamw = torch.optim.AdamW(parameters, betas=(0.9, 0.999), eps=1e-8)
-            if before:
-                self._adamw.load_state_dict(before)
+            for parameter, state in zip(parameters, held, strict=False):
+                if state:
+                    self._adamw.state[parameter] = state
         return self._adamw
 
     def clear(self) -> None:
@@ -79,9 +85,24 @@ class AdapterOptimizer:
             self.scale = min(65536.0, self.scale * 2)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the optimizer's state, on CPU; tensors and plain values only."""
-        state = _to_cpu(self._bound().state_dict())
-        return {"names": list(self._names), "adamw": state, "scale": self.scale, "good": self._good}
+        """A copy of the optimizer's state on CPU; tensors and plain values only."""
+        return self._state(torch.device("cpu"))
+
+    def _state(self, device: torch.device) -> dict[str, Any]:
+        """Each moment is one flat tensor: hundreds of small ones take longer to copy and to write than to compute."""
+        adamw = self._bound()
+        state: dict[str, Any] = {"names": list(self._names), "scale": self.scale, "good": self._good, "updates": 0.0}
+        if adamw.state:
+            state["updates"] = float(adamw.state[self._parameters[0]]["step"])
+            for moment in MOMENTS:
+                state[moment] = self._flat([adamw.state[p][moment] for p in self._parameters], device)
+        return state
+
+    @staticmethod
+    def _flat(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+        with torch.no_grad():
+            flat: torch.Tensor = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
+        return flat
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state. Raises: CheckpointError when it belongs to other weights."""
@@ -91,29 +112,31 @@ class AdapterOptimizer:
                 f"the saved optimizer state is of {len(state['names'])} weights that are not the "
                 f"{len(self._names)} of adapter {self._adapter!r}: it was made with another LoraConfig or base model"
             )
-        adamw.load_state_dict(_to_cpu(state["adamw"]))  # it keeps the tensors it is given where it can
+        adamw.state.clear()
+        if state["updates"]:
+            parts = [self._parts(state[moment]) for moment in MOMENTS]
+            for parameter, *moments in zip(self._parameters, *parts, strict=True):
+                held = {moment: part.clone() for moment, part in zip(MOMENTS, moments, strict=True)}
+                adamw.state[parameter] = {"step": torch.tensor(state["updates"]), **held}
         self.scale, self._good = float(state["scale"]), int(state["good"])
 
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """A flat tensor in the shapes of the weights, on their device."""
+        pieces = flat.to(self._parameters[0].device).split([p.numel() for p in self._parameters])
+        return [piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True)]
+
     def snapshot(self) -> dict[str, Any]:
-        """The weights and the state, for `restore`."""
-        state = self.state_dict()
-        return {"weights": [p.detach().to("cpu", copy=True) for p in self._parameters], "state": state}
+        """The weights and the state, for `restore`: on the device where it has room, which takes milliseconds."""
+        self._bound()
+        device = self._policy.device
+        size = 12 * sum(p.numel() for p in self._parameters)
+        where = device if available_bytes(device) > 16 * size else torch.device("cpu")
+        return {"weights": self._flat(self._parameters, where), "state": self._state(where)}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Put weights and state back bit by bit; gradients are freed."""
         self.clear()
         with torch.no_grad():
-            for parameter, weight in zip(self._parameters, snapshot["weights"], strict=True):
+            for parameter, weight in zip(self._parameters, self._parts(snapshot["weights"]), strict=True):
                 parameter.copy_(weight)
         self.load_state_dict(snapshot["state"])
-
-
-def _to_cpu(value: Any) -> Any:
-    """A deep copy with every tensor on CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {k: _to_cpu(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to_cpu(v) for v in value)
-    return value

@@ -36,6 +36,8 @@ CPU_ACTIVATION_BYTES = 2 << 30
 """On CPU a step keeps at most this much of activations (or half of what is free): the machine is also the user's."""
 GPU_ACTIVATION_BYTES = 32 << 30
 """On a GPU a step keeps at most this much (or 6/10 of what is free): larger packs are no faster."""
+GPU_PASS_TOKENS = 4096
+"""What launching a pass's kernels costs beside computing them, in tokens (28 layers on an H200: 0.1 s)."""
 LOGITS_BYTES = 256 << 20
 """On a GPU the fp32 logits of so many bytes exist at a time."""
 
@@ -174,22 +176,23 @@ class Policy:
         kept = max(0, budget - tokens * self._input_bytes() - layer) // layer
         return max(0, len(self._layers) - kept)
 
-    def pack_sizes(self) -> tuple[int, int]:
-        """Distinct tokens of one pass with gradients that fit in the free memory: with no layer recomputed, with all.
+    def pack_sizes(self) -> list[int]:
+        """Distinct tokens of one pass with gradients that are worth a try: from no layer recomputed to all.
 
         Powers of two, so that a little more or less free memory does not change the packs from run to run.
         """
         budget, layer = self._activation_budget(), self._layer_bytes()
         kept, recomputed = budget // (layer * len(self._layers)), budget // (self._input_bytes() + layer)
-        small, large = (1 << (min(max(fits, 1024), 32768).bit_length() - 1) for fits in (kept, recomputed))
-        return small, large
+        small, large = (min(max(fits, 1024), 32768).bit_length() - 1 for fits in (kept, recomputed))
+        return [1 << bits for bits in range(small, large + 1)]
 
     def pass_cost(self, tokens: int) -> float:
         """What a pass with gradients over so many tokens costs, in tokens computed forward and backward.
 
         Recomputing a layer is one forward pass more, a third of forward and backward together.
         """
-        return tokens * (1.0 + self.recomputed_layers(tokens) / max(1, len(self._layers)) / 3.0)
+        launches = GPU_PASS_TOKENS if self.device.type == "cuda" else 0
+        return launches + tokens * (1.0 + self.recomputed_layers(tokens) / max(1, len(self._layers)) / 3.0)
 
     def _activation_budget(self) -> int:
         free = available_bytes(self.device)
