@@ -1,8 +1,8 @@
 """vLLM in this process: its engine core is stepped by a thread of our own, beside the trainer on the same GPU.
 
-What touches vLLM is in the vllm*.py beside this: its options, its beginning and end, its worker, its weights.
+What touches vLLM is in the vllm*.py beside this: options, beginning and end, requests, adapters, worker, weights.
 While the engine sleeps its key/value cache belongs to the trainer; requests that were under way go on afterwards from
-the tokens they had, new ones wait.
+the tokens they had, new ones wait. vllm_process.py is the same with vLLM in a child process.
 """
 
 from __future__ import annotations
@@ -10,44 +10,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from ..errors import AdapterNotFoundError, ContextLengthError, EngineClosedError, EngineError, RequestError, nearest
-from .base import AdapterRef, EngineState, EngineStats, FinishReason, SamplingParams, TokenChunk
+from ..errors import EngineClosedError, EngineError
+from .base import AdapterRef, EngineState, EngineStats, SamplingParams, TokenChunk
 from .delivery import Deliveries, Mailbox
-from .vllm_options import VllmOptions, installed_version, sampling_params
-from .vllm_start import check_room, line, pool_bytes, start, stop
+from .step_thread import StepThread
+from .vllm_adapters import Adapter, Adapters, lora_request
+from .vllm_options import VllmOptions, installed_version
+from .vllm_request import Request, chunk_of, line, room_to_answer
+from .vllm_start import check_room, pool_bytes, start, stop
 
 T = TypeVar("T")
 logger = logging.getLogger("artnb")
-
-
-@dataclass(eq=False, slots=True)
-class _Adapter:
-    request: Any  # vLLM's LoRARequest; its name is new for every load, because the prefix cache is keyed by it
-    users: int = 0
-    retired: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    id: str
-    prompt: list[int]
-    sampling: SamplingParams
-    max_tokens: int
-    adapter: _Adapter | None
-    mailbox: Mailbox
-    sampled: list[int] = field(default_factory=list)
 
 
 class VllmEngine:
@@ -56,6 +39,8 @@ class VllmEngine:
     Log-probs are those of the distribution that was sampled from: softmax(logits / temperature), and where a request
     sets top_p, top_k or min_p, of what these leave, renormalised. vLLM offers no others at a temperature.
     """
+
+    place = "in-process"  # for people
 
     def __init__(self, options: VllmOptions, *, eos_token_ids: Iterable[int]) -> None:
         """Start vLLM. Blocks until it can sample.
@@ -66,28 +51,22 @@ class VllmEngine:
         self._options = options
         self._eos = frozenset(eos_token_ids)
         self._stats = EngineStats()
-        self._changed = threading.Condition()  # over everything below
-        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # to be made by the engine's thread
-        self._arrived: deque[_Request] = deque()
-        self._left: list[_Request] = []  # their consumers went away
-        self._active: dict[str, _Request] = {}
-        self._adapters: dict[AdapterRef, _Adapter] = {}
+        self._engine: Any = None  # vLLM's LLMEngine, or what has the same methods; the engine's thread alone calls it
+        self._arrived: deque[Request] = deque()
+        self._left: list[Request] = []  # their consumers went away
+        self._active: dict[str, Request] = {}
+        self._adapters = Adapters()
         self._count = itertools.count(1)
-        self._guests = 0
-        self._parked = False  # the thread is between two steps, and stays there
         self._sleeping = False
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="artnb-vllm", daemon=True)
-        started: Future[None] = Future()
-        self._calls.append((self._start, started))
-        self._thread.start()
+        self._config: Any = None
+        self._pool_bytes = 0  # that it gives away when it sleeps
+        self._broken = ""  # why vLLM will never answer again
+        self._thread = StepThread("artnb-vllm", busy=self._busy, step=self._safe_step, end=self._end)
+        self._changed = self._thread.changed  # over everything above
         try:
-            started.result()
+            self._thread.call(self._start).result()
         except BaseException:
-            with self._changed:
-                self._closing = True
-                self._changed.notify_all()
-            self._thread.join()
+            self._thread.close()
             raise
 
     # The protocol ----------------------------------------------------------------------------------
@@ -96,11 +75,11 @@ class VllmEngine:
     def description(self) -> str:
         graphs = "eager" if self._config.model_config.enforce_eager else "CUDA graphs"
         dtype = str(self._config.model_config.dtype).removeprefix("torch.")
-        return f"vLLM {self._version} (in-process), {self._config.device_config.device_type}, {dtype}, {graphs}"
+        return f"vLLM {self._version} ({self.place}), {self._config.device_config.device_type}, {dtype}, {graphs}"
 
     @property
     def state(self) -> EngineState:
-        return "closed" if self._closing else "asleep" if self._sleeping else "awake"
+        return "closed" if self._thread.closing or self._broken else "asleep" if self._sleeping else "awake"
 
     @property
     def context_length(self) -> int:
@@ -124,36 +103,31 @@ class VllmEngine:
             if not ended:
                 with self._changed:
                     self._left.append(request)
-                    self._changed.notify_all()
+                    self._thread.tell()
 
     async def load_adapter(self, ref: AdapterRef, path: Path) -> None:
         def load() -> None:
-            from vllm.lora.request import LoRARequest
-
             if ref in self._adapters:
                 return
-            number = next(self._count)
-            request = LoRARequest(f"{ref}#{number}", number, str(path))
+            request = lora_request(ref, next(self._count), path)
             try:
                 self._engine.add_lora(request)
             except Exception as error:
                 raise EngineError(f"vLLM did not take the adapter {path}: {line(error)}") from error
             with self._changed:
-                self._adapters[ref] = _Adapter(request)
+                self._adapters.add(ref, request)
 
         await self._call(load)
 
     async def drop_adapter(self, ref: AdapterRef) -> None:
         with self._changed:
-            adapter = self._adapters.pop(ref, None)
-            if adapter is None:
-                return
-            adapter.retired = True
-        self._drop_if_unused(adapter)
+            adapter = self._adapters.retire(ref)
+        if adapter is not None:
+            self._remove_if_unused(adapter)
 
     def adapters(self) -> list[AdapterRef]:
         with self._changed:
-            return list(self._adapters)
+            return self._adapters.refs()
 
     async def sleep(self) -> None:
         """Give the cache's memory away. Requests under way keep what they have sampled. May be called again."""
@@ -180,35 +154,24 @@ class VllmEngine:
             if not self._sleeping:
                 return
             if self._sleeps:
-                check_room(self._cache_bytes)
+                check_room(self._pool_bytes)
                 self._engine.wake_up()
             self._sleeping = False
 
         await self._call(wake_up)
 
     async def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.close)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """The engine stands still between two steps while the block runs; its requests keep their place."""
-        with self._changed:
-            self._guests += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._parked or self._closing)
-        try:
+        with self._thread.hold():
             yield
-        finally:
-            with self._changed:
-                self._guests -= 1
-                self._changed.notify_all()
 
     def stats(self) -> EngineStats:
         with self._changed:
-            extra = {"kv_bytes": float(0 if self._sleeping else self._cache_bytes)}
+            extra = {"kv_bytes": float(0 if self._sleeping else self.cache_bytes)}
             running = len(self._active)
             return replace(self._stats, running=running, waiting=len(self._arrived), extra=extra)
 
@@ -217,7 +180,7 @@ class VllmEngine:
     @property
     def cache_bytes(self) -> int:
         """Of the key/value cache, when awake."""
-        return self._cache_bytes
+        return self._pool_bytes
 
     @property
     def module(self) -> torch.nn.Module:
@@ -227,95 +190,48 @@ class VllmEngine:
 
     # Called from any thread ------------------------------------------------------------------------
 
-    def _accept(
-        self, prompt: list[int], sampling: SamplingParams, ref: AdapterRef | None, mailbox: Mailbox
-    ) -> _Request:
-        if not prompt:
-            raise RequestError("the prompt is empty", param="prompt")
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-            raise RequestError(f"prompt ids must be in [0, {self._vocabulary})", param="prompt")
-        room = self.context_length - len(prompt)
-        if room < 1:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens; the context of {self.context_length} leaves no room to answer",
-                param="messages",
-            )
+    def _accept(self, prompt: list[int], sampling: SamplingParams, ref: AdapterRef | None, mailbox: Mailbox) -> Request:
+        room = room_to_answer(
+            prompt, vocabulary=int(self._config.model_config.get_vocab_size()), context=self.context_length
+        )
         with self._changed:
-            if self._closing:
-                raise EngineClosedError("the engine is closed")
-            adapter = None
-            if ref is not None:
-                adapter = self._adapters.get(ref)
-                if adapter is None:
-                    known = nearest(str(ref), map(str, self._adapters))
-                    raise AdapterNotFoundError(f"the engine holds no adapter {str(ref)!r}{known}")
-                adapter.users += 1
+            self._check_open()
+            adapter = None if ref is None else self._adapters.use(ref)
             self._stats.requests += 1
             self._stats.prompt_tokens += len(prompt)
             limit = min(sampling.max_tokens, room)
-            request = _Request(f"r{next(self._count)}", prompt, sampling, limit, adapter, mailbox)
+            request = Request(f"r{next(self._count)}", prompt, sampling, limit, adapter, mailbox)
             self._arrived.append(request)
-            self._changed.notify_all()
+            self._thread.tell()
             return request
+
+    def _check_open(self) -> None:
+        if self._thread.closing:
+            raise EngineClosedError("the engine is closed")
+        if self._broken:
+            raise EngineError(self._broken)
 
     async def _call(self, work: Callable[[], T]) -> T:
         """Have the engine's thread do it between two steps."""
-        done: Future[T] = Future()
-        with self._changed:
-            if self._closing:
-                raise EngineClosedError("the engine is closed")
-            self._calls.append((work, done))
-            self._changed.notify_all()
-        return await asyncio.wrap_future(done)
+        self._check_open()
+        return await asyncio.wrap_future(self._thread.call(work))
 
-    def _drop_if_unused(self, adapter: _Adapter) -> None:
+    def _remove_if_unused(self, adapter: Adapter) -> None:
         with self._changed:
-            if self._closing or not adapter.retired or adapter.users:
-                return
-            number = adapter.request.lora_int_id
-            self._calls.append((lambda: self._engine.remove_lora(number), Future()))
-            self._changed.notify_all()
+            if adapter.unused and not self._thread.closing:
+                number = adapter.request.lora_int_id
+                self._thread.call(lambda: self._engine.remove_lora(number))
 
     # The engine's thread ---------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while self._wait():
-            while self._calls:
-                work, done = self._calls.popleft()
-                if done.set_running_or_notify_cancel():
-                    try:
-                        done.set_result(work())
-                    except BaseException as error:
-                        done.set_exception(error)
-            if self._open():
-                try:
-                    self._step()
-                except Exception as error:  # the requests get it; vLLM may go on, or say the same next time
-                    logger.exception("a step of vLLM failed")
-                    self._end_all(error)
-        self._end_all(None)
-        self._stop()
-        while self._calls:
-            _, done = self._calls.popleft()
-            if not done.cancelled():
-                done.set_exception(EngineClosedError("the engine is closed"))
+    def _busy(self) -> bool:
+        return not self._sleeping and bool(self._arrived or self._left or self._active)
 
-    def _wait(self) -> bool:
-        """Until there is something to do. False: the end."""
-        with self._changed:
-            while not self._closing:
-                if self._calls or (self._open() and (self._arrived or self._left or self._active)):
-                    self._parked = False
-                    return True
-                self._parked = True
-                self._changed.notify_all()
-                self._changed.wait()
-            self._parked = True
-            self._changed.notify_all()
-            return False
-
-    def _open(self) -> bool:
-        return not (self._sleeping or self._guests or self._closing)
+    def _safe_step(self) -> None:
+        try:
+            self._step()
+        except Exception as error:
+            self._failed(error)
 
     def _step(self) -> None:
         with self._changed:
@@ -334,45 +250,42 @@ class VllmEngine:
                 deliveries.add(request.mailbox, EngineError(f"vLLM refused the request: {line(error)}"))
                 self._release(request)
         self._abort([request for request in left if request.id in self._active])
-        if self._active:
-            began = time.perf_counter()
-            outputs = self._engine.step()
-            fresh = 0
-            for output in outputs:
-                fresh += self._take(output, deliveries)
-            with self._changed:
-                self._stats.generated_tokens += fresh
-                self._stats.forward_seconds += time.perf_counter() - began
-        self._deliver(deliveries)
+        try:
+            if self._active:
+                began = time.perf_counter()
+                outputs = self._engine.step()
+                fresh = sum(self._take(output, deliveries) for output in outputs)
+                with self._changed:
+                    self._stats.generated_tokens += fresh
+                    self._stats.forward_seconds += time.perf_counter() - began
+        finally:
+            self._deliver(deliveries)
 
-    def _submit(self, request: _Request) -> None:
-        params = sampling_params(request.sampling, request.max_tokens - len(request.sampled), self._eos)
+    def _submit(self, request: Request) -> None:
         lora = None if request.adapter is None else request.adapter.request
-        prompt = {"prompt_token_ids": request.prompt + request.sampled}
-        self._engine.add_request(request.id, prompt, params, lora_request=lora)
+        params = request.engine_params(self._eos)
+        self._engine.add_request(request.id, request.engine_prompt(), params, lora_request=lora)
         self._active[request.id] = request
 
     def _take(self, output: Any, deliveries: Deliveries) -> int:
+        """Hand on what a request got; returns how many tokens."""
         request = self._active.get(output.request_id)
         if request is None:
             return 0
-        part = output.outputs[0]
-        ids = list(part.token_ids)
-        flat = part.logprobs
-        logprobs = [] if flat is None else [float(flat.logprobs[start]) for start in flat.start_indices]
-        reason = _reason(part.finish_reason)
-        if len(ids) != len(logprobs) or part.finish_reason == "error":
+        try:
+            chunk = chunk_of(output)
+        except EngineError as error:
             self._abort([request])
-            deliveries.add(request.mailbox, EngineError(f"vLLM ended the request with {part.finish_reason!r}"))
+            deliveries.add(request.mailbox, error)
             return 0
-        request.sampled += ids
-        deliveries.add(request.mailbox, TokenChunk(ids, logprobs, reason))
-        if reason is not None:
+        request.sampled += chunk.token_ids
+        deliveries.add(request.mailbox, chunk)
+        if chunk.finish_reason is not None:
             self._active.pop(request.id)
             self._release(request)
-        return len(ids)
+        return len(chunk.token_ids)
 
-    def _abort(self, requests: list[_Request]) -> None:
+    def _abort(self, requests: list[Request]) -> None:
         if requests:
             self._engine.abort_request([request.id for request in requests])
             for request in requests:
@@ -389,29 +302,32 @@ class VllmEngine:
         with self._changed:
             self._arrived.extendleft(reversed(requests))
 
-    def _release(self, request: _Request) -> None:
+    def _release(self, request: Request) -> None:
         if request.adapter is not None:
             with self._changed:
                 request.adapter.users -= 1
-            self._drop_if_unused(request.adapter)
+            self._remove_if_unused(request.adapter)
 
     def _deliver(self, deliveries: Deliveries) -> None:
         dead = set(map(id, deliveries.send()))
         if dead:
             self._abort([request for request in self._active.values() if id(request.mailbox) in dead])
 
-    def _end_all(self, error: Exception | None) -> None:
+    def _failed(self, error: Exception) -> None:
+        """A step failed: the requests get its error. vLLM may go on, or say the same next time."""
+        logger.error("a step of vLLM failed", exc_info=error)
+        self._end_all(f"vLLM failed: {line(error)}")
+
+    def _end_all(self, failure: str) -> None:
         """Give every request its last word: an error, or "abort"."""
         deliveries = Deliveries()
         with self._changed:
             requests = [*self._active.values(), *self._arrived]
             self._arrived.clear()
             self._left = []
-        under_way = list(self._active)
-        self._active = {}
+        under_way, self._active = list(self._active), {}
         for request in requests:
-            last = EngineError(f"vLLM failed: {line(error)}") if error is not None else TokenChunk([], [], "abort")
-            deliveries.add(request.mailbox, last)
+            deliveries.add(request.mailbox, EngineError(failure) if failure else TokenChunk([], [], "abort"))
             self._release(request)
         deliveries.send()
         if under_way:
@@ -424,24 +340,18 @@ class VllmEngine:
 
     def _start(self) -> None:
         self._engine = start(self._options)
-        self._config: Any = self._engine.vllm_config
-        self._vocabulary = int(self._config.model_config.get_vocab_size())
-        self._cache_bytes = pool_bytes() if self._sleeps else 0
+        self._config = self._engine.vllm_config
+        self._pool_bytes = pool_bytes() if self._sleeps else 0
 
     @property
     def _sleeps(self) -> bool:
         return bool(self._config.model_config.enable_sleep_mode)
 
-    def _stop(self) -> None:
-        engine, self._engine = getattr(self, "_engine", None), None
+    def _end(self) -> None:
+        self._end_all("")
+        engine, self._engine = self._engine, None
         if engine is None:
             return
         with self._changed:
             self._adapters.clear()
         stop(engine, asleep=self._sleeping and self._sleeps)
-
-
-def _reason(reason: str | None) -> FinishReason | None:
-    if reason is None:
-        return None
-    return "stop" if reason == "stop" else "length" if reason == "length" else "abort"

@@ -1,4 +1,4 @@
-"""What is passed to vLLM: its engine arguments, its sampling parameters, and the environment it reads.
+"""What is passed to vLLM when it starts: its engine arguments, and the environment it reads.
 
 Supported are vLLM 0.20 to 0.33 (pyproject says the same); others are refused with the reason. Does not run anything.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..errors import ConfigError, nearest
-from .base import SamplingParams
 
 OLDEST, NEWEST = (0, 20), (0, 33)
 _SHARED_WORKER = "artnb.engines.vllm_worker.SharedWeightsWorker"
@@ -64,31 +64,48 @@ def installed_version() -> str:
 
 
 @contextmanager
-def engine_environment(*, in_process: bool) -> Iterator[None]:
+def engine_environment(options: VllmOptions, *, in_process: bool) -> Iterator[None]:
     """The variables that vLLM reads while it starts; the user's own values come back afterwards.
 
     Raises: ConfigError when PyTorch's expandable segments are on: vLLM's sleep pool cannot be combined with them.
     """
+    wanted: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+    if importlib.util.find_spec("flashinfer") is None:
+        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if not in_process:
+        wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with threads may hang
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments:true" in os.environ.get(name, "").lower():
+        if not options.sleep or "expandable_segments:true" not in os.environ.get(name, "").lower():
+            continue
+        if in_process:
             raise ConfigError(
                 f"{name}={os.environ[name]!r}: vLLM's sleep mode cannot be combined with expandable segments. Unset it "
                 "before torch is imported (unsloth sets it: UNSLOTH_VLLM_STANDBY=1 before `import unsloth` prevents "
-                "that), or use sleep='never'"
+                "that), or use sleep='never', or engine='vllm-process'"
             )
-    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
-    if importlib.util.find_spec("flashinfer") is None:
-        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        wanted[name] = None  # for the child alone
     before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    _put(wanted)
+    _forget_cached_variables()
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _put(before)
+
+
+def _put(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _forget_cached_variables() -> None:
+    """Once an engine runs here, vLLM keeps what it read: the next one may be of the other kind."""
+    forget = getattr(sys.modules.get("vllm.envs"), "disable_envs_cache", None)
+    if forget is not None:
+        forget()
 
 
 def engine_args(options: VllmOptions, *, in_process: bool) -> Any:
@@ -142,27 +159,3 @@ def _lora_rank(rank: int) -> int:
         if rank <= size:
             return size
     raise ConfigError(f"LoraConfig: r={rank}; vLLM serves adapters up to r=512")
-
-
-def sampling_params(sampling: SamplingParams, max_tokens: int, eos_token_ids: frozenset[int]) -> Any:
-    """vLLM's SamplingParams for a request that may still sample `max_tokens`.
-
-    End tokens are given one by one: vLLM would take one of the tokenizer's and those of generation_config.json.
-    """
-    import vllm
-    from vllm.sampling_params import RequestOutputKind
-
-    return vllm.SamplingParams(
-        max_tokens=max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        stop_token_ids=sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}) or None,
-        ignore_eos=True,
-        logprobs=0,  # of the sampled token alone
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ConfigError, EngineError
 from .vllm_options import VllmOptions, engine_args, engine_environment
+from .vllm_request import line
 
 logger = logging.getLogger("artnb")
 WAKE_MARGIN_BYTES = 256 << 20
@@ -22,7 +23,7 @@ WAKE_MARGIN_BYTES = 256 << 20
 
 def start(options: VllmOptions) -> Any:
     """vLLM's LLMEngine, stepped by whoever calls `step`. Raises: ConfigError, EngineError when it does not start."""
-    with engine_environment(in_process=True), _kept_random_state():
+    with engine_environment(options, in_process=True), _kept_random_state():
         from vllm.v1.engine.llm_engine import LLMEngine
 
         args = engine_args(options, in_process=True)
@@ -67,12 +68,6 @@ def check_room(needed: int) -> None:
             f"the engine cannot wake: its cache takes {needed / gib:.1f} GiB and {free / gib:.1f} GiB are free. Free "
             "what else holds GPU memory and try again; a smaller max_running or context_length needs less"
         )
-
-
-def line(error: BaseException | None) -> str:
-    """An error in one line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:500]
 
 
 def _collect() -> None:
