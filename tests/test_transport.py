@@ -2,17 +2,23 @@
 
 import asyncio
 import contextvars
+import inspect
+import json
 import threading
 
 import httpx
 import httpx2
 import openai
 import pytest
-from endpoint_for_tests import HELLO, KEY, Endpoint, rebuild, until
+from endpoint_for_tests import HELLO, KEY, TOOLS, Endpoint, rebuild, until
+from openai.resources.chat import AsyncCompletions
+from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 
 from artnb.serving import transport
 from artnb.serving.transport import InProcessTransport, client_library, make_async_client, make_client
 
+CALL = ChatCompletionMessageFunctionToolCall(id="1", type="function", function=Function(name="f", arguments="{}"))
 NAME = contextvars.ContextVar("name", default="unset")
 
 
@@ -115,6 +121,68 @@ async def test_both_libraries_are_supported(library, monkeypatch):
     assert answer.choices[0].message.content == "abc"
     stream = await client.chat.completions.create(model="base", messages=HELLO, stream=True)
     assert rebuild([c async for c in stream])[0].message.content == "abc"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"messages": ({"role": "user", "content": "a"}, *HELLO)},
+        {"messages": [{"role": "user", "content": ({"type": "text", "text": "a"},)}]},
+        {"messages": [ChatCompletionMessage(role="assistant", content="a"), *HELLO]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}, *HELLO]},
+        {"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": False, "metadata": {"a": "b"}},
+        {"stop": ["a", "b"], "seed": 3, "max_tokens": None, "temperature": 0.5, "top_p": openai.omit, "n": 2},
+        {"extra_headers": {"x-a": "b"}, "extra_query": {"q": "1"}, "extra_body": {"top_k": 3}, "timeout": 9.0},
+        {"extra_headers": None, "extra_query": None, "extra_body": None, "timeout": None},
+        {"extra_body": {"model": "other"}, "stream": False},
+        {"stream": True, "stream_options": {"include_usage": True}},
+    ],
+    ids=str,
+)
+async def test_the_client_sends_what_openais_own_sends(options):
+    seen = []
+
+    async def app(scope, receive, send):
+        headers = dict(scope["headers"])
+        del headers[b"user-agent"]  # the client's class
+        seen.append((scope["path"], scope["query_string"], headers, json.loads((await receive())["body"])))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    http = client_library().AsyncClient(transport=InProcessTransport(app))
+    own = openai.AsyncOpenAI(
+        api_key=KEY, base_url=transport.IN_PROCESS_URL, http_client=http, max_retries=0, timeout=None
+    )
+    ours = make_async_client(app, KEY)
+    asked = {"model": "base", "messages": HELLO, **options}
+    answers = []
+    for client in (own, ours, ours.with_options(max_retries=1)):
+        answers.append(type(await client.chat.completions.create(**asked)))
+        await client.chat.completions.with_raw_response.create(**asked)
+    assert len(set(answers)) == 1
+    assert seen[0] == seen[2] == seen[4] and seen[1] == seen[3] == seen[5]
+    assert "x-stainless-raw-response" not in {k.decode() for k in seen[0][2]}
+
+
+async def test_the_client_refuses_what_openais_own_refuses():
+    create = Endpoint("a").client.chat.completions.create
+    for wrong in ({"model": "base"}, {"messages": HELLO}, {"messages": HELLO, "model": "base", "max_token": 2}):
+        with pytest.raises(TypeError):
+            await create(**wrong)
+    assert inspect.signature(create).parameters.keys() >= {"messages", "model", "extra_body"}
+
+
+async def test_a_tracing_library_sees_the_requests(monkeypatch):
+    original, seen = AsyncCompletions.create, []
+
+    async def traced(self, **options):
+        seen.append(options["messages"])
+        return await original(self, **options)
+
+    monkeypatch.setattr(AsyncCompletions, "create", traced)
+    assert (await Endpoint("abc").ask()).message.content == "abc"
+    assert seen == [HELLO]
 
 
 async def test_the_app_runs_in_the_callers_context():

@@ -27,11 +27,11 @@ IN_PROCESS_URL = "http://artnb.local/v1"
 
 def make_async_client(app: ASGIApp, api_key: str = "in-process", base_url: str = IN_PROCESS_URL) -> AsyncOpenAI:
     """An AsyncOpenAI on `app`. It holds nothing of a loop: use it under any number of asyncio.run calls."""
-    from openai import AsyncOpenAI
+    from .client import InProcessOpenAI
 
     http = client_library().AsyncClient(transport=InProcessTransport(app), timeout=None, base_url=base_url)
     # No limit on time: waiting for a place in the engine is not a fault. No retries: nothing is ever dropped.
-    return AsyncOpenAI(api_key=api_key, base_url=base_url, http_client=http, max_retries=0, timeout=None)
+    return InProcessOpenAI(api_key=api_key, base_url=base_url, http_client=http, max_retries=0, timeout=None)
 
 
 def make_client(app: ASGIApp, api_key: str = "in-process", base_url: str = IN_PROCESS_URL) -> OpenAI:

@@ -1,0 +1,82 @@
+"""The AsyncOpenAI of this process: openai's own, except that a chat request of plain JSON is sent as it is.
+
+openai walks through every message once for each type of message that there is, looking for names to rewrite and
+objects to dump: more than 1 ms for six short messages, and most of what a short request costs. Plain JSON has neither.
+"""
+
+from __future__ import annotations
+
+import functools
+from functools import cached_property
+from types import FunctionType, NoneType
+from typing import Any, cast
+
+from openai import AsyncOpenAI, AsyncStream, NotGiven, Omit, RequestOptions
+from openai.resources.chat import AsyncChat, AsyncCompletions
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
+
+_PARAMETERS = CompletionCreateParamsStreaming.__required_keys__ | CompletionCreateParamsStreaming.__optional_keys__
+# What create() takes beside the parameters, and what `post` calls it.
+_OPTIONS = {"extra_headers": "headers", "extra_query": "params", "extra_body": "extra_json", "timeout": "timeout"}
+_SCALARS = frozenset((str, int, float, bool, NoneType))
+
+
+class InProcessOpenAI(AsyncOpenAI):
+    """An AsyncOpenAI in every respect; copies (`with_options`) are of the same kind."""
+
+    @cached_property
+    def chat(self) -> AsyncChat:
+        return _Chat(self)
+
+
+class _Chat(AsyncChat):
+    @cached_property
+    def completions(self) -> AsyncCompletions:
+        return _Completions(self._client)
+
+
+class _Completions(AsyncCompletions):
+    @functools.wraps(AsyncCompletions.create)
+    async def create(self, **given: Any) -> Any:  # type: ignore[override]
+        given = {name: value for name, value in given.items() if not isinstance(value, Omit | NotGiven)}
+        body = {name: value for name, value in given.items() if name not in _OPTIONS}
+        known = body.keys() <= _PARAMETERS and "messages" in body and "model" in body
+        if not (known and is_plain(body) and _is_openais_own(AsyncCompletions.create)):
+            return await super().create(**given)
+        options: dict[str, Any] = {}
+        for name, called in _OPTIONS.items():
+            # Only a time limit of None says something.
+            if name in given and (name == "timeout" or given[name] is not None):
+                options[called] = given[name]
+        return await self._client.post(
+            "/chat/completions",
+            body=body,
+            options=cast(RequestOptions, options),
+            cast_to=ChatCompletion,
+            stream=bool(body.get("stream")),
+            stream_cls=AsyncStream[ChatCompletionChunk],
+        )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is made of what JSON is made of, and of no subclass of that: then it is sent as it is."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return True
+    if kind is dict:
+        for key, item in value.items():
+            if type(key) is not str or not (type(item) is str or is_plain(item)):
+                return False
+        return True
+    if kind is list:
+        for item in value:  # noqa: SIM110 - this is called for every message of every request
+            if not is_plain(item):
+                return False
+        return True
+    return False
+
+
+def _is_openais_own(create: Any) -> bool:
+    """False where a tracing library (weave, langfuse) has put its own in place: then that has to be called."""
+    return type(create) is FunctionType and str(create.__globals__.get("__name__")).startswith("openai.")
