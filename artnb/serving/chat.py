@@ -14,6 +14,7 @@ from ..errors import ConfigError, RenderError, RequestError
 from .detokenize import ChatTokenizer, Detokenizer, StopChecker, TokenBytes
 from .messages import check_tools, normalize_messages, tools_as_text, wrap_malformed
 from .parsers import HERMES_PARSERS, ResponseFormat, choose_family, family_format, own_format
+from .prompt_tokens import PromptTokens
 from .stream_parse import Delta, ParsedMessage, Reader, StreamParser, ToolCall, ToolCallDelta, accumulate
 
 __all__ = [
@@ -70,6 +71,7 @@ class ChatFormat:
         if source is None and hasattr(tokenizer, "backend_tokenizer"):
             raise ConfigError("the tokenizer has no chat template (a base model?); pass chat_template=...")
         self._table = TokenBytes(tokenizer)
+        self._prompt_tokens = PromptTokens(tokenizer)
         bare = self._try(_PROBE)
         with_tools = self._try(_PROBE, tools=[_PROBE_TOOL])
         self.takes_tools = with_tools is not None and "artnb_probe_tool" in with_tools
@@ -146,6 +148,13 @@ class ChatFormat:
             [dict(message) for message in messages], tools=list(tools) or None, return_dict=False, **options
         )
 
+    def _ids(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), **options: Any) -> list[int]:
+        if self._prompt_tokens.usable:
+            ids = self._prompt_tokens.of(self._apply(messages, tools, tokenize=False, **options))
+            if ids is not None:
+                return ids
+        return list(self._apply(messages, tools, **options))
+
     def _try(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
         """The rendered text of a probe; None where the template refuses it."""
         try:
@@ -179,8 +188,8 @@ class ChatFormat:
         def apply(shown: Sequence[Mapping[str, Any]]) -> list[int]:
             options = {"add_generation_prompt": add_generation_prompt, **template_kwargs}
             if not self.takes_tools:
-                return list(self._apply(tools_as_text(shown, checked, has_system=self._has_system), **options))
-            return list(self._apply(shown, checked, **options))
+                return self._ids(tools_as_text(shown, checked, has_system=self._has_system), **options)
+            return self._ids(shown, checked, **options)
 
         try:
             return apply(plain)
