@@ -211,7 +211,7 @@ class Chart {
       shape("text", { x: LEFT - 5, y: at, "text-anchor": "end", "dominant-baseline": "middle" }, layer)
         .textContent = number(Math.abs(value) < (y1 - y0) * 1e-9 ? 0 : value, (y1 - y0) / 10);
     }
-    for (const value of ticks(x0, x1, Math.max(2, Math.floor(width / 70))).filter(Number.isInteger)) {
+    for (const value of ticks(x0, x1, Math.min(8, Math.max(2, Math.floor(width / 50)))).filter(Number.isInteger)) {
       shape("text", { x: x(value).toFixed(1), y: height - 4, "text-anchor": "middle" }, layer).textContent = value;
     }
     for (const line of this.lines) this.drawLine(line, x, y, layer);
