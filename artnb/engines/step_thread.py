@@ -26,6 +26,7 @@ class StepThread:
         """`busy` is asked with `changed` held; `step` must not raise; `end` is called last, in the thread."""
         self.changed = threading.Condition()
         self.closing = False
+        self.on_tell: Callable[[], None] = _nothing  # where `step` waits for something that `changed` does not tell
         self._busy = busy
         self._step = step
         self._end = end
@@ -39,6 +40,7 @@ class StepThread:
         """Something changed: the thread, and whoever waits for it, look again."""
         with self.changed:
             self.changed.notify_all()
+        self.on_tell()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Have the thread do it between two steps. Raises: EngineClosedError."""
@@ -108,3 +110,7 @@ class StepThread:
             self._parked = True
             self.changed.notify_all()
             return False
+
+
+def _nothing() -> None:
+    pass

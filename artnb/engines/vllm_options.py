@@ -18,7 +18,9 @@ from ..errors import ConfigError, nearest
 
 OLDEST, NEWEST = (0, 20), (0, 33)
 _SHARED_WORKER = "artnb.engines.vllm_worker.SharedWeightsWorker"
-_OURS = frozenset({"model", "tokenizer", "enable_lora", "worker_cls", "logprobs_mode", "tensor_parallel_size"})
+_CHILD_EXTENSION = "artnb.engines.vllm_child.ChildExtension"
+_OURS = frozenset({"model", "tokenizer", "enable_lora", "logprobs_mode", "tensor_parallel_size"})
+_OURS |= {"worker_cls", "worker_extension_cls"}
 """Engine arguments that the sharing of weights and the meaning of log-probs rest on."""
 
 
@@ -148,7 +150,9 @@ def engine_args(options: VllmOptions, *, in_process: bool) -> Any:
         "stream_interval": 8,
         "disable_log_stats": True,
     }
-    if in_process and cuda:
+    if not in_process:
+        arguments["worker_extension_cls"] = _CHILD_EXTENSION
+    elif cuda:
         arguments["worker_cls"] = _SHARED_WORKER
     return kind(**{k: v for k, v in arguments.items() if v is not None} | dict(options.extra))
 

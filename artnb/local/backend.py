@@ -50,7 +50,7 @@ class LocalBackend:
         path: str | Path = ".art",
         device: str = "auto",
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-        engine: Literal["auto", "transformers", "vllm"] = "auto",
+        engine: Literal["auto", "transformers", "vllm", "vllm-process"] = "auto",
         context_length: int | None = None,
         max_running: int | None = None,
         kv_tokens: int | None = None,
@@ -60,7 +60,7 @@ class LocalBackend:
         gpu_memory_utilization: float | None = None,
         enforce_eager: bool = False,
         engine_options: Mapping[str, Any] | None = None,
-        max_probe_difference: float = 0.1,
+        max_probe_difference: float | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         seed: int = 0,
@@ -70,7 +70,8 @@ class LocalBackend:
     ) -> None:
         """
         Args:
-            engine: "auto" takes vLLM where there is a CUDA device and vLLM, else the embedded engine.
+            engine: "auto" takes vLLM where there is a CUDA device and vLLM, else the embedded engine. "vllm-process" is
+                vLLM in a child process, with base weights of its own: for where it cannot be in this one.
             context_length: tokens of prompt and answer together; None takes the model's own, on a GPU what fits.
             max_running: requests that are sampled side by side; more wait. None: 64, with vLLM 256.
             kv_tokens: tokens whose keys and values the embedded engine keeps; None: a quarter of the free memory.
@@ -81,14 +82,17 @@ class LocalBackend:
             enforce_eager: vLLM without CUDA graphs: it starts sooner and samples more slowly.
             engine_options: further engine arguments by vLLM's own names.
             max_probe_difference: nats a token by which vLLM's and the trainer's log-probs of a fixed answer may differ
-                before a run is stopped; 0 asks no probe.
+                before a run is stopped; 0 asks no probe; None: 0.1, with load_in_fp8 0.5.
             port: of the HTTP endpoint, which starts when `inference_base_url` is first used; 0 is any free one.
             served_checkpoints: how many older checkpoints (`name@step`) stay loaded once asked for.
         """
         me = "LocalBackend"
         check_choice(me, "dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
-        check_choice(me, "engine", engine, ("auto", "transformers", "vllm"))
+        check_choice(me, "engine", engine, ("auto", "transformers", "vllm", "vllm-process"))
         check_choice(me, "sleep", sleep, ("auto", "always", "never"))
+        if max_probe_difference is None:
+            # In FP8 vLLM rounds activations too, the trainer does not.
+            max_probe_difference = 0.5 if load_in_fp8 else 0.1
         check_number(me, "max_probe_difference", max_probe_difference, low=0.0)
         if gpu_memory_utilization is not None:
             check_number(me, "gpu_memory_utilization", gpu_memory_utilization, above=0.0, high=1.0)
@@ -103,7 +107,10 @@ class LocalBackend:
             if value is not None:
                 check_number(me, option, value, low=low, whole=True)
         if not in_process:
-            raise ConfigError(f"{me}: in_process=False is not offered: engine and trainer share this process's weights")
+            raise ConfigError(
+                f"{me}: in_process=False is not offered: the trainer is in this process; "
+                "engine='vllm-process' puts the engine into another"
+            )
         self.path = Path(path)
         self.device = device
         self.dtype = dtype
@@ -212,8 +219,12 @@ class LocalBackend:
                     bar.update(done)
 
                 base = await asyncio.to_thread(load_base, key, self, resident.captures, model.lora, report)
-            if base.probe is not None:
-                await base.probe.start()
+            try:
+                if base.probe is not None:
+                    await base.probe.start()
+            except BaseException:
+                await base.close()
+                raise
             resident.bases[key] = base
             self._say(base.describe())
         return resident.bases[key]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from ..config import LoraConfig
 from ..engines.transformers import TransformersEngine
 from ..engines.vllm import VllmEngine
 from ..engines.vllm_options import VllmOptions
+from ..engines.vllm_process import VllmProcessEngine
 from ..engines.vllm_weights import shared_weights
 from ..errors import ConfigError
 from ..memory import held_bytes
@@ -36,8 +38,8 @@ def load_base(
 ) -> ServedBase:
     """Load weights and start the engine. Blocks: runs in a worker thread. `report` hears of each weight."""
     engine, why = choose_engine(backend.engine, pick_device(backend.device))
-    if engine == "vllm":
-        return _with_vllm(name, backend, captures, lora, why)
+    if engine != "transformers":
+        return _with_vllm(name, backend, captures, lora, why, in_process=engine == "vllm")
     return _embedded(name, backend, captures, lora, report, why)
 
 
@@ -75,11 +77,20 @@ def _embedded(
     return ServedBase(name, policy, engine, backend, captures, why=why)
 
 
-def _with_vllm(name: str, backend: LocalBackend, captures: CaptureRegistry, lora: LoraConfig, why: str) -> ServedBase:
+def _with_vllm(
+    name: str, backend: LocalBackend, captures: CaptureRegistry, lora: LoraConfig, why: str, *, in_process: bool
+) -> ServedBase:
     device = pick_device(backend.device)
+    # vLLM repacks a CPU's weights for its own kernels, so that they cannot be shared there.
+    shares = in_process and device.type == "cuda"
+    if not shares and (backend.load_in_4bit or backend.load_in_fp8):
+        raise ConfigError(
+            "LocalBackend: load_in_4bit and load_in_fp8 need a CUDA device and engine='vllm', whose weights the "
+            "trainer shares; elsewhere it would train other weights than are served"
+        )
     dtype = str(pick_dtype(device, backend.dtype)).removeprefix("torch.")
     files = read_base(name, context_length=backend.context_length)
-    plan = _plan(name, backend, lora, device) if device.type == "cuda" else None
+    plan = _plan(name, backend, lora, device, shares=shares) if device.type == "cuda" else None
     if plan is not None and backend.verbose:
         print(plan.table(), flush=True)
     context = files.context_length if plan is None else plan.context_length
@@ -99,21 +110,27 @@ def _with_vllm(name: str, backend: LocalBackend, captures: CaptureRegistry, lora
         quantization="bitsandbytes" if backend.load_in_4bit else "fp8" if backend.load_in_fp8 else None,
         extra=backend.engine_options,
     )
-    engine = VllmEngine(options, eos_token_ids=files.eos_token_ids)
-    policy = load_policy(
-        name,
-        lora=lora,
-        device=backend.device,
-        dtype=dtype,
-        context_length=context,
-        # vLLM repacks a CPU's weights for its own kernels, so that they cannot be shared there.
-        weights=None if plan is None else lambda shapes: shared_weights(engine.module, shapes, getattr(torch, dtype)),
-    )
-    probe = Probe(engine, policy, limit=backend.max_probe_difference) if backend.max_probe_difference else None
-    return ServedBase(name, policy, engine, backend, captures, sleeps=plan is None or plan.sleep, probe=probe, why=why)
+    kind = VllmEngine if in_process else VllmProcessEngine
+    engine = kind(options, eos_token_ids=files.eos_token_ids)
+    try:
+        policy = load_policy(
+            name,
+            lora=lora,
+            device=backend.device,
+            dtype=dtype,
+            context_length=context,
+            weights=(lambda shapes: shared_weights(engine.module, shapes, getattr(torch, dtype))) if shares else None,
+        )
+        probe = Probe(engine, policy, limit=backend.max_probe_difference) if backend.max_probe_difference else None
+        return ServedBase(
+            name, policy, engine, backend, captures, sleeps=plan is None or plan.sleep, probe=probe, why=why
+        )
+    except BaseException:
+        asyncio.run(engine.close())  # nobody else knows of it
+        raise
 
 
-def _plan(name: str, backend: LocalBackend, lora: LoraConfig, device: torch.device) -> MemoryPlan:
+def _plan(name: str, backend: LocalBackend, lora: LoraConfig, device: torch.device, *, shares: bool) -> MemoryPlan:
     free, total = torch.cuda.mem_get_info(device)
     return plan_memory(
         shape_of(name),
@@ -124,6 +141,7 @@ def _plan(name: str, backend: LocalBackend, lora: LoraConfig, device: torch.devi
         dtype=None if backend.dtype == "auto" else backend.dtype,
         load_in_4bit=backend.load_in_4bit,
         load_in_fp8=backend.load_in_fp8,
+        engine_shares_weights=shares,
         sleep=backend.sleep,
         gpu_memory_utilization=backend.gpu_memory_utilization,
         max_loras=2 + backend.served_checkpoints,
