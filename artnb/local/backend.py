@@ -26,7 +26,8 @@ from .build import load_base
 from .lockfile import FolderLock
 from .resident import RESIDENTS, Resident
 from .served import ServedBase
-from .step import TrainedModel, run_sft_step, run_step
+from .step import run_sft_step, run_step
+from .trained import TrainedModel
 
 if TYPE_CHECKING:
     from ..model import TrainableModel

@@ -21,7 +21,7 @@ from ..training.policy import Policy
 from ..training.types import Row
 
 if TYPE_CHECKING:
-    from .step import TrainedModel
+    from .trained import TrainedModel
 
 TEXT = "The capital of France is Paris. One, two, three, four, five. To be or not to be, that is the"
 TOKENS = 8

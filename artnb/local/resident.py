@@ -21,7 +21,7 @@ from ..memory import give_back
 
 if TYPE_CHECKING:
     from .served import ServedBase
-    from .step import TrainedModel
+    from .trained import TrainedModel
 
 POLL_S = 0.02
 

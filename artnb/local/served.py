@@ -22,7 +22,7 @@ from .room import Room
 
 if TYPE_CHECKING:
     from .backend import LocalBackend
-    from .step import TrainedModel
+    from .trained import TrainedModel
 
 
 class ServedBase:

@@ -17,6 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -251,11 +252,15 @@ class CheckpointStore:
         """Flush what was written, and write the manifest last."""
         if (folder / MANIFEST).exists():
             raise CheckpointError(f"checkpoint {step}: the name {MANIFEST} is taken by artnb's own file")
-        files = {}
-        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+
+        def sealed(path: Path) -> dict[str, Any]:
             sync_file(path)
-            name = path.relative_to(folder).as_posix()
-            files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+            return {"size": path.stat().st_size, "sha256": _sha256(path)}
+
+        paths = sorted(p for p in folder.rglob("*") if p.is_file())
+        with ThreadPoolExecutor(4) as pool:  # flushing waits for the disk, hashing lets other threads run
+            found = list(pool.map(sealed, paths))
+        files = {path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, found, strict=True)}
         if not files:
             raise CheckpointError(f"checkpoint {step}: nothing was written into {folder}")
         for path in folder.rglob("*"):

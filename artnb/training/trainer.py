@@ -67,6 +67,7 @@ class _Progress:
 
     report: OnProgress
     phase: str = "packing"
+    tokens: int = 0  # of the pack that is computed
     snapshot: dict[str, Any] | None = None
     sums: Sums = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
@@ -126,7 +127,7 @@ class Trainer:
             packs = self._place(_trained(batch), config.max_tokens_per_pack)
             totals = StepTotals.of(placed.pack.mask_RT for placed in packs)
             for placed in packs:
-                run.phase = "forward pass"
+                run.phase, run.tokens = "forward pass", len(placed.pack.token_ids_S)
                 logp_RT, _ = self._logprobs(placed, self.adapter, grad=True)
                 self._backward(run, sft_loss(logp_RT, placed.mask_RT, totals))
             if packs:
@@ -204,7 +205,7 @@ class Trainer:
                 self._optimizer.restore(run.snapshot)
             if not isinstance(error, Exception) or isinstance(error, ArtnbError):
                 raise
-            failure = TrainError(_sentence(error), phase=run.phase, memory=used)
+            failure = TrainError(_sentence(error, run.tokens), phase=run.phase, memory=used)
             if _out_of_memory(error):
                 # The traceback's frames hold the activations that did not fit; only the message is kept.
                 error.__traceback__ = None
@@ -254,12 +255,14 @@ class Trainer:
         run.phase = "log-probs before the update"
         for minibatch in later:
             for placed in minibatch:
+                run.tokens = len(placed.pack.token_ids_S)
                 placed.old_RT, _ = self._logprobs(placed, self.adapter)
                 run.report(1)
 
     def _grpo_pack(
         self, run: _Progress, placed: _Placed, config: TrainConfig, totals: StepTotals, keep_old: bool
     ) -> None:
+        run.tokens = len(placed.pack.token_ids_S)
         if config.beta != 0.0 and placed.ref_RT is None:
             run.phase = "log-probs of the base model"
             placed.ref_RT, _ = self._logprobs(placed, None)
@@ -325,10 +328,12 @@ def _out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _sentence(error: Exception) -> str:
-    if _out_of_memory(error):
-        return (
-            "the step ran out of memory; the model keeps its last complete step. A lower "
-            f"max_tokens_per_pack, or shorter rollouts, need less ({str(error).splitlines()[0] if str(error) else ''})"
-        )
-    return f"the step failed with {type(error).__name__}: {error}"
+def _sentence(error: Exception, tokens: int) -> str:
+    if not _out_of_memory(error):
+        return f"the step failed with {type(error).__name__}: {error}"
+    smaller = 1 << max(8, (max(tokens, 2) - 1).bit_length() - 1)  # the power of two below
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (
+        f"the step ran out of memory on a pack of {tokens:,} tokens; the model keeps its last complete step. Try "
+        f"TrainConfig(max_tokens_per_pack={smaller}), or shorter rollouts ({reason})"
+    )

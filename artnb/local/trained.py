@@ -1,0 +1,313 @@
+"""One model on a LocalBackend, and how a step of it is kept: history → checkpoint → engine, in that order.
+
+The history is written before the checkpoint, and the checkpoint's rename is what makes a step exist: a kill at
+any instant leaves the last complete step, and on resume the history of later ones is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from .. import __version__
+from ..backend import TrainResult
+from ..capture import Collector
+from ..config import LoraConfig, TrainConfig
+from ..engines.base import AdapterRef
+from ..errors import CheckpointError, ConfigError, TrainError
+from ..events import EVENTS
+from ..memory import held_bytes
+from ..notebook.progress import Progress
+from ..tracking.history import History
+from ..tracking.summary import summarize
+from ..training.checkpoints import CheckpointStore
+from ..training.trainer import Trainer
+from ..trajectories import TrajectoryGroup
+from .lockfile import FolderLock
+from .resident import Turn
+from .room import Room
+from .worker import StepInterrupted, in_worker
+
+if TYPE_CHECKING:
+    from ..model import TrainableModel
+    from .served import ServedBase
+
+T = TypeVar("T")
+logger = logging.getLogger("artnb")
+OPTIMIZER_FILE = "optimizer.pt"
+MISMATCHED_STEPS = 3
+"""A run stops after so many steps in a row beyond `max_mismatch_kl`."""
+
+
+class TrainedModel:
+    """A registered model: its folder, its trainer, and the step it is at."""
+
+    def __init__(
+        self, name: str, project: str, base_model: str, lora: LoraConfig, folder: Path, lock: FolderLock
+    ) -> None:
+        self.name = name
+        self.project = project
+        self.base_model = base_model
+        self.lora = lora
+        self.folder = folder
+        self.lock = lock
+        self.store = CheckpointStore(folder)
+        self.history = History(folder)
+        self.collector = Collector()
+        self.step = 0
+        self.base: ServedBase | None = None
+        self.trainer: Trainer | None = None
+        self.warned_cut = False
+        self._sampled = (0, 0.0)  # tokens and seconds of the engine when the last step was committed
+        self._mismatched = 0  # steps in a row whose sampler and trainer disagreed
+        self._turn = Turn()
+        self._stops: set[threading.Event] = set()  # of the step that runs, if any
+        self._closing = False  # steps that wait for their turn are refused, whoever gets the turn first
+
+    # Coming and going ----------------------------------------------------------------------------
+
+    def check_run_file(self) -> None:
+        """Write run.json, or make sure that the folder's own says the same base and LoRA."""
+        path = self.folder / "run.json"
+        mine = {"project": self.project, "name": self.name, "base_model": self.base_model, "lora": self._lora()}
+        if path.exists():
+            try:
+                known = json.loads(path.read_text())
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{path} is not JSON ({error}); the folder is not artnb's or is damaged"
+                ) from error
+            if not isinstance(known, dict):
+                raise CheckpointError(f"{path} holds no JSON object; the folder is not artnb's or is damaged")
+            for key in ("base_model", "lora"):
+                if known.get(key) != mine[key]:
+                    raise ConfigError(
+                        f"{self.folder} was made with {key}={known.get(key)!r}, now it is {mine[key]!r}; "
+                        "use another name=, or delete the folder to start anew"
+                    )
+            return
+        made = {**mine, "created": datetime.now(UTC).isoformat(), "artnb_version": __version__}
+        fresh = path.with_suffix(f".tmp-{os.getpid()}")
+        fresh.write_text(json.dumps(made, indent=2))
+        fresh.replace(path)
+
+    def check_same(self, model: TrainableModel) -> None:
+        """A second handle with the same name is the same model, or an error."""
+        if (model.base_model, model.project, model.lora) != (self.base_model, self.project, self.lora):
+            raise ConfigError(
+                f"{self.name} is registered here with base_model={self.base_model!r}, project={self.project!r}, "
+                f"{self.lora}; the new handle differs. Use another name= or backend.close() first"
+            )
+
+    @property
+    def adapter(self) -> str:
+        """What the policy calls the adapter that is trained."""
+        return "train-" + self.name.replace(".", "_dot_")
+
+    def lost_its_folder(self) -> bool:
+        """Whether somebody removed the model's folder, to start anew, while it was loaded."""
+        return not (self.folder / "run.json").exists()
+
+    def _lora(self) -> dict[str, Any]:
+        return json.loads(json.dumps(self.lora.__dict__))  # type: ignore[no-any-return]
+
+    async def attach(self, base: ServedBase, *, seed: int) -> None:
+        """Resume at the newest complete checkpoint, or make checkpoint 0; then serve it."""
+        path = await asyncio.to_thread(self._resume, base, seed)
+        await base.engine.load_adapter(AdapterRef(self.name, self.step), path)
+        self.base = base
+        base.models[self.name] = self
+
+    def _resume(self, base: ServedBase, seed: int) -> Path:
+        self.store.clean()
+        adapter = self.adapter
+        latest = self.store.latest()
+        if latest is None:
+            base.policy.add_adapter(adapter, self.lora)
+            self.trainer = Trainer(base.policy, adapter, seed=seed)
+            self.step = 0
+            self.history.truncate_after(0)
+            return self._save(0, {})
+        base.policy.load_adapter(adapter, self.store.path(latest))
+        self.trainer = Trainer(base.policy, adapter, seed=seed)
+        state = torch.load(self.store.path(latest) / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
+        self.trainer.load_state_dict(state)
+        self.step = latest
+        self.history.truncate_after(latest)
+        return self.store.path(latest)
+
+    async def detach(self) -> None:
+        """End the step that runs and give the folder back."""
+        await self.end_step()
+        self.trainer = None
+        self.history.close()
+        self.lock.release()
+
+    def served(self) -> ServedBase:
+        if self.base is None:
+            raise ConfigError(f"{self.name} is closed; register it with a new backend")
+        return self.base
+
+    # The step ------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncGenerator[None]:
+        """One step at a time. Raises ConfigError when the model was closed while this one waited."""
+        async with self._turn:
+            if self._closing:
+                raise ConfigError(f"{self.name} is closed; register it with a new backend")
+            self.served()
+            yield
+
+    async def in_worker(self, work: Callable[[threading.Event], T]) -> T:
+        """Run `work(stop)` in a thread. When the caller is cancelled, set `stop`, wait for its end, then pass it on.
+
+        Raises TrainError when `end_step` stopped it.
+        """
+        stop = threading.Event()
+        self._stops.add(stop)
+        try:
+            return await in_worker(work, stop)
+        except StepInterrupted:
+            raise TrainError(
+                f"{self.name} was closed while the step ran; the last complete step is {self.step}", phase="train"
+            ) from None
+        finally:
+            self._stops.discard(stop)
+
+    async def train_in(self, room: Room, work: Callable[[threading.Event], T]) -> tuple[T, dict[str, float]]:
+        """`in_worker` while the device is the trainer's. Returns the work's result, and what giving it took.
+
+        When the engine cannot wake afterwards, the trainer goes back to the last complete step.
+        """
+        ended = False
+        try:
+            async with room.for_trainer() as seconds:
+                done = await self.in_worker(work)
+                ended = True
+        except TrainError:
+            if ended:
+                await asyncio.to_thread(self.undo)
+            raise
+        return done, seconds
+
+    async def end_step(self) -> None:
+        """Stop the step that runs, if any, and wait until it has ended; those that wait find the model closed."""
+        self._closing = True
+        for stop in list(self._stops):
+            stop.set()
+        async with self._turn:
+            self.base = None
+
+    def _save(self, step: int, metrics: dict[str, float]) -> Path:
+        trainer = self.trainer
+        assert trainer is not None
+
+        def write(folder: Path) -> None:
+            with ThreadPoolExecutor(1) as pool:  # the optimizer's file is twice the adapter's; both at once
+                other = pool.submit(lambda: torch.save(trainer.state_dict(), folder / OPTIMIZER_FILE))
+                trainer.policy.save_adapter(trainer.adapter, folder)
+                other.result()
+
+        return self.store.save(step, write, {"metrics": metrics, "model": self.name, "base_model": self.base_model})
+
+    def check_mismatch(self, result: TrainResult, config: TrainConfig) -> None:
+        """Stop a run whose rollouts no longer come from the policy that is trained. The step itself is kept.
+
+        Reported by people whose reward collapses late: https://github.com/PrimeIntellect-ai/prime-rl/issues/964
+        """
+        # A trained step without the metric is one where it was infinite: such values are left out of the metrics.
+        kl = result.metrics.get("mismatch_k3", math.inf if result.trained else 0.0)
+        self._mismatched = self._mismatched + 1 if kl > config.max_mismatch_kl else 0
+        if self._mismatched >= MISMATCHED_STEPS:
+            self._mismatched = 0
+            frame = self.history.metrics()
+            column = "val/reward" if "val/reward" in frame and frame["val/reward"].notna().any() else "train/reward"
+            best = int(frame["step"].iloc[int(frame[column].argmax())])
+            raise TrainError(
+                f"step {result.step}: for {MISMATCHED_STEPS} steps in a row the sampler's and the trainer's log-probs "
+                f"differed by a KL of more than max_mismatch_kl={config.max_mismatch_kl} (now {kl:.3g} nats a token): "
+                "the rollouts are not this policy's. Train on fresh rollouts, with a lower learning rate; the best "
+                f"{column} so far was at step {best}",
+                phase="check",
+            )
+
+    def undo(self) -> None:
+        """Put the trainer back to the newest checkpoint, after a step that was trained but could not be kept."""
+        trainer, path = self.trainer, self.store.path(self.step)
+        assert trainer is not None
+        trainer.policy.load_adapter(trainer.adapter, path)
+        trainer.load_state_dict(torch.load(path / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
+        self.history.truncate_after(self.step)
+
+    async def commit(self, result: TrainResult, groups: list[TrajectoryGroup], split: str) -> TrainResult:
+        """Keep the step: history, then checkpoint, then serve the new adapter and let the old one go."""
+        base = self.served()
+        result.metrics["trained"] = float(result.trained)
+        result.metrics |= self._measure(base)
+        logged = {**summarize(groups), **result.metrics}
+        started = time.monotonic()
+        try:
+            await asyncio.to_thread(self.history.log_trajectories, result.step, split, groups, replace=True)
+            await asyncio.to_thread(self.history.log_metrics, result.step, split, logged)
+            with Progress(1, None, phase="save"):
+                result.checkpoint_path = await asyncio.to_thread(self._save, result.step, result.metrics)
+            result.metrics["seconds_save"] = time.monotonic() - started
+        except BaseException:
+            await asyncio.to_thread(self.undo)
+            raise
+        started = time.monotonic()
+        swap = Progress(1, None, phase="swap")
+        await base.engine.load_adapter(AdapterRef(self.name, result.step), result.checkpoint_path)
+        before, self.step = self.step, result.step
+        await base.engine.drop_adapter(AdapterRef(self.name, before))
+        swapped = {"seconds_swap": time.monotonic() - started, "seconds_save": result.metrics["seconds_save"]}
+        swap.close()
+        if base.probe is not None and result.trained:
+            started = time.monotonic()
+            swapped |= await base.probe.check(self, AdapterRef(self.name, result.step))
+            swapped["seconds_probe"] = time.monotonic() - started
+        result.metrics |= swapped
+        try:
+            await asyncio.to_thread(self.history.log_metrics, result.step, split, swapped)
+        except CheckpointError as error:  # the step is complete and served: these numbers are not worth failing it
+            logger.warning("what the swap of step %d took is not in the history: %s", result.step, error)
+        for group in groups:
+            group._logged.add((self.name, split))
+        EVENTS.emit(
+            "step",
+            f"{self.project}/{self.name}",
+            step=result.step,
+            split=split,
+            metrics=logged | result.metrics,
+            reasons=dict(result.reasons),
+            notes=list(result.notes),
+        )
+        return result
+
+    def _measure(self, base: ServedBase) -> dict[str, float]:
+        """What the engine sampled since the last step, for all models on this base, and the memory held now."""
+        stats = base.engine.stats()
+        tokens, seconds = stats.generated_tokens - self._sampled[0], stats.forward_seconds - self._sampled[1]
+        self._sampled = (stats.generated_tokens, stats.forward_seconds)
+        metrics = {
+            "generated_tokens": float(tokens),
+            "engine_kv_bytes": float(stats.extra.get("kv_bytes", 0.0)),
+            "memory_bytes": float(held_bytes(base.policy.device)),
+        }
+        if seconds > 0.0:
+            metrics["sampling_tokens_per_second"] = tokens / seconds
+        return metrics
