@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: from a request body to a whole or streamed response, and its errors.
 
 A plain ASGI endpoint: it watches for the client's leaving itself, which cancels the request in the
-engine. What a choice looks like is in answers.py.
+engine, unless its server does. What a choice looks like is in answers.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..errors import (
 from .answers import Answer, Service, usage
 from .metrics import EndpointMetrics
 from .protocol import ChatRequest, check_request, error_body, read_body
+from .transport import CANCELS
 
 log = logging.getLogger(__name__)
 CLIENT_GONE = 499
@@ -56,23 +57,21 @@ class ChatCompletions:
         if body is None:
             return
         reply = _Reply(send)
+        answer = self._answer(_header(scope, TRAJECTORY_HEADER), body, reply)
         self._metrics.in_flight.inc()
-        work = asyncio.create_task(self._answer(_header(scope, TRAJECTORY_HEADER), body, reply))
-        gone = asyncio.create_task(_wait_until_gone(receive))
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            # Servers report a disconnect after a complete response, too.
-            if not work.done() and not reply.complete:
-                work.cancel()
+            if CANCELS in scope.get("extensions", ()):
+                await answer
+            else:
+                await _answer_until_gone(answer, receive, reply)
+        except asyncio.CancelledError:
+            if not reply.complete:
                 reply.status = CLIENT_GONE
-            await asyncio.wait((work, gone))
+            raise
+        finally:
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(str(reply.status)).inc()
             self._metrics.seconds.observe(time.perf_counter() - began)
-        if not work.cancelled():
-            work.result()
 
     async def _answer(self, trajectory_id: str | None, body: bytes, reply: _Reply) -> None:
         try:
@@ -304,6 +303,22 @@ async def _read(receive: Any) -> bytes | None:
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+async def _answer_until_gone(answer: Coroutine[Any, Any, None], receive: Any, reply: _Reply) -> None:
+    work = asyncio.create_task(answer)
+    gone = asyncio.create_task(_wait_until_gone(receive))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        # Servers report a disconnect after a complete response, too.
+        if not work.done() and not reply.complete:
+            work.cancel()
+            reply.status = CLIENT_GONE
+        await asyncio.wait((work, gone))
+    if not work.cancelled():
+        work.result()
 
 
 async def _wait_until_gone(receive: Any) -> None:

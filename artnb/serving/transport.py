@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 IN_PROCESS_URL = "http://artnb.local/v1"
 """Base URL of in-process clients. It is never looked up."""
+CANCELS = "artnb.cancels"
+"""Extension in the ASGI scope: the app is cancelled when the client leaves, and need not watch for that."""
 
 
 def make_async_client(app: ASGIApp, api_key: str = "in-process", base_url: str = IN_PROCESS_URL) -> AsyncOpenAI:
@@ -176,7 +178,8 @@ class _Exchange:
         self._disconnected.set()
         if not self._complete:
             self._task.cancel()
-        await asyncio.wait([self._task])
+        if not self._task.done():
+            await asyncio.wait([self._task])
 
 
 class _AsyncBody:
@@ -262,6 +265,7 @@ def _scope(request: Any) -> dict[str, Any]:
         "headers": [(name.lower(), value) for name, value in request.headers.raw],
         "server": (url.host, url.port),
         "client": ("in-process", 0),
+        "extensions": {CANCELS: {}},
     }
 
 
