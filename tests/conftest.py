@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -25,11 +26,17 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are skipped where there is none, and say so."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked:
+    """Tests of a GPU, or of vLLM, are skipped where there is none, and say so."""
+    if any(item.get_closest_marker("gpu") for item in items):
         import torch
 
         if not torch.cuda.is_available():
-            for item in marked:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+            _skip(items, "gpu", "needs a CUDA device; this machine has none")
+    if importlib.util.find_spec("vllm") is None:
+        _skip(items, "vllm", "needs vLLM, which is not installed here; scripts/test runs it in a venv of its own")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import EngineClosedError, EngineError
+from ..errors import EngineClosedError, EngineError, RequestError
 from .base import AdapterRef, EngineState, EngineStats, SamplingParams, TokenChunk
 from .delivery import Deliveries, Mailbox
 from .step_thread import StepThread
@@ -247,7 +247,8 @@ class VllmEngine:
             try:
                 self._submit(request)
             except Exception as error:
-                deliveries.add(request.mailbox, EngineError(f"vLLM refused the request: {line(error)}"))
+                known = isinstance(error, RequestError)
+                deliveries.add(request.mailbox, error if known else EngineError(f"vLLM refused it: {line(error)}"))
                 self._release(request)
         self._abort([request for request in left if request.id in self._active])
         try:

@@ -37,26 +37,31 @@ class Request:
         End tokens are given one by one: vLLM would take one of the tokenizer's and those of generation_config.json.
         A continuation has a seed of its own: vLLM begins its random numbers anew with every request, and would draw
         the same ones again.
+
+        Raises: RequestError for what vLLM does not take, e.g. a temperature above 2.
         """
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
         sampling, done = self.sampling, len(self.sampled)
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-        return vllm.SamplingParams(
-            max_tokens=self.max_tokens - done,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=None if sampling.seed is None else (sampling.seed + done * _SEED_STRIDE) % 2**63,
-            stop_token_ids=sorted(ends) or None,
-            ignore_eos=True,
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        try:
+            return vllm.SamplingParams(
+                max_tokens=self.max_tokens - done,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                seed=None if sampling.seed is None else (sampling.seed + done * _SEED_STRIDE) % 2**63,
+                stop_token_ids=sorted(ends) or None,
+                ignore_eos=True,
+                logprobs=0,  # of the sampled token alone
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+        except Exception as error:  # its own class is another in each version
+            raise RequestError(f"vLLM refused the request: {line(error)}") from error
 
 
 def room_to_answer(prompt: list[int], *, vocabulary: int, context: int) -> int:
