@@ -293,7 +293,9 @@ def test_a_person_trains_reads_interrupts_and_goes_on(page: Any, lab: str, artef
     page.locator('body[data-jp-theme-light="false"]').wait_for(state="attached")
     page.wait_for_timeout(500)
     assert page.locator(".artnb-dashboard").first.get_attribute("data-theme") == "dark"
-    drawn, shown = page.locator(CURVE).evaluate("svg => [svg.viewBox.baseVal.width, svg.getBoundingClientRect().width]")
+    drawn, shown = page.locator(f"{CURVE}[role=img]").evaluate(
+        "svg => [svg.viewBox.baseVal.width, svg.getBoundingClientRect().width]"
+    )
     assert abs(drawn - shown) < 1, "the change of the theme hides charts for a moment, in which they were drawn"
     for width in (1280, 800):
         page.set_viewport_size({"width": width, "height": 900})
