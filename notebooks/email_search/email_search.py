@@ -27,7 +27,7 @@ __all__ = [
 
 Mode = Literal["tools", "text"]
 Judge = Callable[[Question, str], Awaitable[float]]
-METRICS = ("right", "cited", "read", "found", "answered", "lost_turns", "turns")
+METRICS = ("right", "cited", "read", "found", "answered", "ended", "lost_turns", "turns")
 
 # What the model may do -----------------------------------------------------------------------------------------------
 
@@ -209,13 +209,16 @@ def is_right(answer: str, expected: str) -> bool:
     return any(given[i : i + len(wanted)] == wanted for i in range(len(given) - len(wanted) + 1))
 
 
-def reward_of(score: float, *, answered: bool, cited: bool, read: bool, found: bool) -> float:
+def reward_of(score: float, *, ended: bool, answered: bool, cited: bool, read: bool, found: bool) -> float:
     """Between -0.2 and 1. `score` is how right the answer is, 0 to 1 (exact checks give 0 or 1).
 
     Right, from the right email: 1; right, but from another or none: 0.6. Without a right answer there is partial
-    credit, 0.1 for finding the right email and 0.2 more for reading it; a wrong answer costs 0.2, no answer (or
-    "unknown") nothing, so that inventing one does not pay.
+    credit, 0.1 for finding the right email and 0.2 more for reading it; a wrong answer costs 0.2, "unknown" nothing, so
+    that inventing one does not pay. Who runs out of turns (not `ended`) gets 0: with partial credit for that, too, a
+    model learned within 8 steps to read the right email and to say nothing more (reward 0.13 → 0.22, right 19 % → 0).
     """
+    if not ended:
+        return 0.0
     partial = 0.1 * found + 0.2 * read
     if not answered:
         return partial
@@ -233,6 +236,7 @@ async def _score(trajectory: art.Trajectory, desk: Desk, judge: Judge | None) ->
             raise ValueError(f"the judge gave {score}; it must be between 0 and 1")
     right_ids = set(question.message_ids)
     checks = {
+        "ended": desk.answer is not None,
         "answered": answered,
         "cited": len(desk.cited) <= 3 and not right_ids.isdisjoint(desk.cited),
         "read": not right_ids.isdisjoint(desk.opened),

@@ -248,7 +248,8 @@ def test_right_is_exact(answer: str, right: bool) -> None:
 
 def test_rewards_are_ordered_and_bounded() -> None:
     def reward(score: float, **checks: bool) -> float:
-        return reward_of(score, **({"answered": True, "cited": False, "read": False, "found": False} | checks))
+        nothing = {"ended": True, "answered": True, "cited": False, "read": False, "found": False}
+        return reward_of(score, **(nothing | checks))
 
     everything = {"cited": True, "read": True, "found": True}
     assert reward(1.0, **everything) == 1.0
@@ -256,6 +257,7 @@ def test_rewards_are_ordered_and_bounded() -> None:
     assert reward(0.0) == pytest.approx(-0.2)
     assert reward(0.0, **everything) == pytest.approx(0.1)
     assert reward(0.0, answered=False, found=True, read=True) == pytest.approx(0.3)
+    assert reward(0.0, ended=False, answered=False, found=True, read=True) == 0.0, "silence does not pay"
     assert reward(0.5, **everything) == pytest.approx(0.55)
 
 
@@ -347,10 +349,10 @@ async def test_text_actions_from_question_to_answer() -> None:
     assert_prompts_extend(trajectory)
 
 
-async def test_turns_end_and_partial_credit_stays() -> None:
+async def test_whoever_runs_out_of_turns_gets_nothing() -> None:
     searcher = ScriptedModel("search: budget")
     trajectory = await rollout(searcher, scenario(), mode="text", max_turns=3)
-    assert trajectory.metrics["turns"] == 3 and trajectory.reward == pytest.approx(0.1)
+    assert trajectory.metrics["turns"] == 3 and trajectory.metrics["found"] == 1.0 and trajectory.reward == 0.0
     with pytest.raises(ValueError, match="unknown"):
         await rollout(ScriptedModel("x"), scenario(), mode="json")
 
