@@ -169,6 +169,14 @@ async def test_the_engine_sees_what_was_asked_for():
     assert endpoint.engine.requests[-1].prompt_text.endswith("<think>\n\n</think>\n\n")
 
 
+async def test_the_engine_need_not_hand_over_parts_of_an_answer_that_is_only_wanted_whole():
+    endpoint = Endpoint("abc")
+    await endpoint.ask(n=2)
+    await endpoint.ask(stop="x")
+    await endpoint.stream()
+    assert [r.sampling.stream for r in endpoint.engine.requests] == [False, False, True, True]
+
+
 async def test_max_tokens_defaults_to_the_rest_of_the_context_and_is_clamped_to_it():
     endpoint = Endpoint(lambda r: "x" * 1000, context_length=100)
     free = await endpoint.ask()

@@ -41,6 +41,7 @@ class SamplingParams:
     seed: int | None = None  # same seed, prompt and weights give the same tokens
     stop_token_ids: tuple[int, ...] = ()  # end the answer, beside the engine's own end tokens
     ignore_eos: bool = False  # go on past the engine's end tokens
+    stream: bool = True  # False: tokens are not looked at before the answer is whole, which may come as one chunk
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

@@ -1,6 +1,7 @@
 """Tokens from the engine's thread to whichever event loop asked for them.
 
-One call into each loop per step, however many requests it has. Knows nothing of models.
+One call into each loop per step, however many requests it has, and none for requests whose answers are only wanted
+whole. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ Event = TokenChunk | Exception
 
 
 class Mailbox:
-    """What one request got, waiting for its consumer. Filled and emptied in the consumer's loop."""
+    """What one request got, waiting for its consumer. Emptied in the consumer's loop, and filled there.
 
-    def __init__(self) -> None:
+    Without `stream` nobody is woken for a part of an answer: parts are put in by the engine's thread, and what ends
+    the answer comes through the loop behind them.
+    """
+
+    def __init__(self, stream: bool = True) -> None:
         self.loop = asyncio.get_running_loop()
+        self.stream = stream
         self.cancelled = False  # set in the consumer's loop, read by the engine's thread
         self._events: deque[Event] = deque()
         self._arrived = asyncio.Event()
@@ -25,6 +31,10 @@ class Mailbox:
     def put(self, event: Event) -> None:
         self._events.append(event)
         self._arrived.set()
+
+    def keep(self, part: Event) -> None:
+        """Put a part in and wake nobody; from any thread."""
+        self._events.append(part)
 
     async def get(self) -> TokenChunk:
         """All tokens that have arrived, as one chunk; or the request's error."""
@@ -50,7 +60,11 @@ class Deliveries:
         self._by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Event]]] = {}
 
     def add(self, mailbox: Mailbox, event: Event) -> None:
-        self._by_loop.setdefault(mailbox.loop, []).append((mailbox, event))
+        part = isinstance(event, TokenChunk) and event.finish_reason is None
+        if part and not mailbox.stream and not mailbox.loop.is_closed():  # a closed loop is found out in `send`
+            mailbox.keep(event)
+        else:
+            self._by_loop.setdefault(mailbox.loop, []).append((mailbox, event))
 
     def send(self) -> list[Mailbox]:
         """Hand everything over; returns the mailboxes whose loop is closed: nobody will ever read them."""

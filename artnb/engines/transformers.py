@@ -116,7 +116,7 @@ class TransformersEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: AdapterRef | None = None
     ) -> AsyncGenerator[TokenChunk]:
-        mailbox = Mailbox()
+        mailbox = Mailbox(sampling.stream)
         self._accept(list(prompt_ids), sampling, adapter, mailbox)
         ended = False
         try:

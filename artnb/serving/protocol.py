@@ -88,6 +88,7 @@ class ChatRequest:
             seed=None if self.seed is None else self.seed + index,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            stream=self.stream or bool(self.stop),  # the stop strings are looked for here
         )
 
 
