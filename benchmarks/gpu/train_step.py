@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -66,6 +67,12 @@ class Case:
         return ids_RS, sampled_S, np.tile([1.0, -1.0], self.rows // 2).astype(np.float32)
 
 
+def keys(completion_RT: torch.Tensor) -> list[int]:
+    """A number for each row's tokens after the prompt, by which it is known again when it was shuffled."""
+    places_T = torch.arange(1, completion_RT.shape[1] + 1, device=completion_RT.device)
+    return [int(key) for key in (completion_RT * places_T).sum(-1).tolist()]
+
+
 def cases(args: argparse.Namespace) -> list[Case]:
     long = args.prompt
     known = {
@@ -102,7 +109,7 @@ def run_artnb(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             for index, (ids_S, advantage) in enumerate(zip(ids_RS, advantage_R, strict=True))
         ]
         seconds, peaks, first = [], [], {}
-        sums: list[float] = []
+        sums: list[tuple[int, float]] = []
         for step in range(args.steps + 1):
             Peak.start()
             began = now()
@@ -111,7 +118,9 @@ def run_artnb(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             peaks.append(Peak.bytes())
             if step == 0:
                 first = metrics
-                sums = [0.0 if row.trainer_logprobs is None else float(row.trainer_logprobs.sum()) for row in rows]
+                known = keys(torch.from_numpy(ids_RS[:, int(sampled_S.argmax()) :]))
+                logprobs = [row.trainer_logprobs for row in rows]
+                sums = [(key, 0.0 if x is None else float(x.sum())) for key, x in zip(known, logprobs, strict=True)]
             say(f"artnb: {case.name} step {step}: {seconds[-1]:.2f} s, peak {peaks[-1] / GIB:.1f} GiB")
         found[case.name] = {
             "seconds": seconds[1:],
@@ -134,7 +143,7 @@ def run_trl(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     for together in ([c for c in chosen if not c.turns], [c for c in chosen if c.turns]):
         rows_at_once = 32 if together and not together[0].turns else GROUP
         while together:
-            rows_at_once = min(rows_at_once, together[0].rows)
+            rows_at_once = math.gcd(rows_at_once, together[0].rows)
             try:
                 found |= _train_trl(folder, together, rows_at_once, args)
                 break
@@ -160,7 +169,7 @@ def _train_trl(folder: Path, together: list[Case], rows_at_once: int, args: argp
     rows = together[0].rows
     seconds: list[float] = []
     peaks: list[int] = []
-    sums: dict[str, list[torch.Tensor]] = {}  # of a case's first step: log-probs of its rows
+    sums: dict[str, list[tuple[int, float]]] = {}  # of a case's first step: its rows' keys and log-probs
     passes: dict[str, float] = {}
 
     class Prepared(GRPOTrainer):
@@ -199,14 +208,15 @@ def _train_trl(folder: Path, together: list[Case], rows_at_once: int, args: argp
             return disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
 
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
-            self.seen_mask = inputs["completion_mask"] * inputs["tool_mask"]
+            self.seen = inputs
             return super()._compute_loss(model, inputs)  # type: ignore[no-untyped-call]
 
         def _get_per_token_logps_and_entropies(self, *given: Any, **more: Any) -> Any:
             out = super()._get_per_token_logps_and_entropies(*given, **more)
             if more.get("compute_entropy") and self.state.global_step % (args.steps + 1) == 0:
                 name = plan[self.state.global_step].name
-                sums.setdefault(name, []).append((out[0].detach().float() * self.seen_mask).sum(-1))
+                row_sums = (out[0].detach().float() * self.seen["tool_mask"]).sum(-1).tolist()
+                sums.setdefault(name, []).extend(zip(keys(self.seen["completion_ids"]), row_sums, strict=True))
             return out
 
     class Clock(TrainerCallback):  # type: ignore[misc]
@@ -261,7 +271,7 @@ def _train_trl(folder: Path, together: list[Case], rows_at_once: int, args: argp
             "peak": max(peaks[start : start + args.steps + 1]),
             "entropy": logged[start]["entropy"],
             "grad_norm": float(logged[start]["grad_norm"]),
-            "sums": sorted(torch.cat(sums[case.name]).tolist()),
+            "sums": sorted(sums[case.name]),
             "rows_at_once": rows_at_once,
             "old_logprobs": passes.get(case.name),
         }
@@ -269,13 +279,13 @@ def _train_trl(folder: Path, together: list[Case], rows_at_once: int, args: argp
 
 
 def same_rows(ours: dict[str, Any], trl: dict[str, Any]) -> str:
-    """Whether both sides saw the same rows: the log-prob of each row, in order of size, and the size of the gradient.
+    """Whether both sides saw the same rows: their tokens, the log-prob of each row, and the size of the gradient.
 
     The sum over 120 or more sampled tokens of a random model spreads by several nats from row to row, and bf16 moves it
     by tenths. The gradients differ by the adapters' random initial values.
     """
-    a, b = np.array(ours["sums"]), np.array(trl["sums"])
-    apart = float(np.abs(a - b).mean()) if a.shape == b.shape else float("inf")
+    (ours_keys, a), (trl_keys, b) = (np.array(one["sums"]).T for one in (ours, trl))
+    apart = float(np.abs(a - b).mean()) if np.array_equal(ours_keys, trl_keys) else float("inf")
     ratio = ours["grad_norm"] / trl["grad_norm"] if trl["grad_norm"] else float("inf")
     same = apart < 0.1 * float(a.std()) + 1e-3 and abs(ours["entropy"] - trl["entropy"]) < 1e-2 and 0.8 < ratio < 1.25
     return (

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -126,7 +127,7 @@ def run_trl(args: argparse.Namespace) -> Any:
     cuda = args.device != "cpu"
     steps = plan(args)
     rows = args.groups * ROLLOUTS
-    at_once = min(args.rows_at_once, rows)
+    at_once = math.gcd(args.rows_at_once, rows)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     words = Words(tokenizer)
     prompts = [messages for step, tokens in enumerate(steps) for messages in chats(words, args, step, tokens)]
