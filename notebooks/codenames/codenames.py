@@ -2,7 +2,7 @@
 
 Holds the rules, the checks of clues and guesses, both prompts, the reward and the rollout; the words are in
 codenames_words.py. It does not train: the notebook does. What is simpler than at the table stands at Scenario; why
-the prompts are what they are at choice_prompt.
+the prompts are what they are at PROMPT.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ Role = Literal["target", "bystander", "assassin"]
 Result = Literal["won", "stopped", "assassin", "no_word", "bad_clue"]
 Spymaster = Literal["choices", "free", "themes"]
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 RESULTS: tuple[Result, ...] = ("won", "stopped", "assassin", "no_word", "bad_clue")
 METRICS = (*RESULTS, "found", "guesses", "first_right")
 _CLUE = re.compile(r"\W*([^\W\d_]+)\W*(\d+)?\W*")
@@ -30,32 +29,22 @@ _CLUE = re.compile(r"\W*([^\W\d_]+)\W*(\d+)?\W*")
 FREE_PROMPT = "You are the spymaster in Codenames. Answer with one word that fits your words."
 
 
-def choice_prompt(count: int) -> str:
-    """The system prompt of both roles where the answer is a letter.
+PROMPT = "Answer with one word."
+"""Of both roles where the answer is one of a list.
 
-    Chosen by measuring SmolLM2-135M-Instruct at temperature 1: the probability that the first token of the guesser's
-    answer is a word, letter or number of the list, and which, for six words, two of them of the clue's theme:
+Chosen by measuring SmolLM2-135M-Instruct as spymaster, 40 tables, four clues to pick from, so that guessing is 0.25.
+"Mass": the probability that the answer begins with one of the four. "Most likely": how often the right one has the
+highest probability of them. "Knows": the same, averaged over the places in which it may stand.
 
-        "Answer with one word from the list that fits the clue."; "Clue: animal. List: tea, lion, …"      0.13
-        "Pick the word that fits the clue. Answer with the number only."; "1 tea 2 lion … Clue: animal.
-            Pick one number."                                                                    0.32, most of it 1
-        this one; "Which is animal? A tea B lion …" in one line                                  0.81, most of it A
-        this one; "Which word goes with animal?" and a line for each word, "A. tea"       0.90, at most 0.23 a letter
+                                       mass   right, sampled   right, most likely   knows
+    letters, "A. vehicle", a line each   0.89             0.22                 0.25    0.33
+    words, with this prompt              0.01             0.01                 0.55    0.72
+    words, after 1 to 3 examples    0.44-0.56        0.07-0.14            0.26-0.31    0.25-0.33
 
-    Answering with the word itself, 60 of 64 games ended at once with no word of the table, and where the model said a
-    clue of its own 57 to 61 of 64 broke the rules ("The correct answer"): most groups were equal, there was nothing to
-    learn from. In the form of a multiple-choice question, which it knows, it answers, and is wrong often enough. 64
-    games (8 groups of 8) with this prompt:
-
-        spymaster  words  targets  reward  spread in groups  groups all equal  clue right  first guess right
-        "choices"      6        2   -0.84              0.28                 3        0.16               0.03
-        "themes"       6        2   -0.06              0.31                 0           -               0.30
-        "themes"       9        3   -0.03              0.22                 0           -               0.30
-
-    0.30 is what guessing makes: the words' meaning is what there is to learn.
-    """
-    letters = [*LETTERS[:count]]
-    return f"Multiple choice. Answer with one letter: {', '.join(letters[:-1])} or {letters[-1]}."
+It knows the words, but not that it shall answer with one; what it knows does not reach a letter. With letters 40 steps
+of 8 x 8 games taught it nothing (reward -0.75 before, -0.7 at the end). So it answers with words, after a warm start on
+`demonstration`s that teaches it the form.
+"""
 
 
 @dataclass
@@ -110,18 +99,32 @@ def parse_clue(answer: str, most: int) -> tuple[str, int] | None:
 
 
 def parse_choice(answer: str, choices: Sequence[str]) -> str | None:
-    """The choice whose letter, or which itself, stands first in the answer, in any case; None where there is none.
+    """The choice that stands first in the answer, in any case; None where there is none.
 
-    Words count as a whole: "teapot" holds neither "tea" nor "pot", and "Ann" not the letter A.
+    Words count as a whole: "teapot" holds neither "tea" nor "pot".
     """
     known = {choice.lower(): choice for choice in choices}
-    known |= {letter.lower(): choice for letter, choice in zip(LETTERS, choices, strict=False)}
     return next((known[part] for part in re.findall(r"[\w']+", answer.lower()) if part in known), None)
 
 
-def question(text: str, choices: Sequence[str]) -> str:
-    """A question and a line for each choice: "A. tea"."""
-    return "\n".join([text, *(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))])
+def question(choices: Sequence[str], asked: str) -> str:
+    """ "tea, lion or piano: which is animal?" """
+    return f"{', '.join(choices[:-1])} or {choices[-1]}: {asked}?"
+
+
+def ask_clue(choices: Sequence[str], mine: Sequence[str]) -> str:
+    """What the spymaster is asked."""
+    return question(choices, f"what are {', '.join(mine)}")
+
+
+def ask_guess(table: Sequence[str], clue: str) -> str:
+    """What the guesser is asked first."""
+    return question(table, f"which is {clue}")
+
+
+def ask_again(clue: str) -> str:
+    """What the guesser is asked after a right guess."""
+    return f"Yes. Which other is {clue}?"
 
 
 def reward_of(result: Result, found: float) -> float:
@@ -135,8 +138,8 @@ def reward_of(result: Result, found: float) -> float:
 class Scenario:
     """What the rollouts of a group share: a table of words with their roles, which follow from `seed`.
 
-    They do not share the order in which words and clues are listed: in a common one a single letter would be right for
-    the whole group, and the shortest way to a better reward would be to say that letter.
+    They do not share the order in which words and clues are listed: in a common one a single place would be right for
+    the whole group, and the shortest way to a better reward would be to say what stands there.
 
     Simpler than at the table, each on purpose and most of them to be changed here:
 
@@ -162,8 +165,8 @@ class Scenario:
             raise ValueError(f"{self.words} words cannot hold {self.targets} targets and {self.assassins} assassins")
         if self.themed and (self.targets > 10 or self.words - self.targets > len(THEMES) - 1):
             raise ValueError(f"themed: at most 10 targets and {len(THEMES) - 1} other words")
-        if not 2 <= self.words <= len(LETTERS) or self.clues < 1:
-            raise ValueError(f"words={self.words} must be 2 to {len(LETTERS)}, clues={self.clues} at least 1")
+        if not 2 <= self.words <= len(WORDS) or self.clues < 1:
+            raise ValueError(f"words={self.words} must be 2 to {len(WORDS)}, clues={self.clues} at least 1")
         if self.spymaster not in ("choices", "free", "themes") or not (self.themed or self.spymaster == "free"):
             raise ValueError(f"spymaster={self.spymaster!r} must be 'free', or 'choices' or 'themes' with themed=True")
         if not 2 <= self.choices <= len(THEMES):
@@ -229,23 +232,23 @@ async def rollout(
     scenario: Scenario,
     *,
     seed: int | None = None,
-    max_tokens: int | None = None,
+    max_tokens: int = 6,
     temperature: float = 1.0,
     step: int | None = None,
 ) -> art.Trajectory:
     """Play one game and return it, scored: the guesser's conversation, the spymaster's as additional history.
 
     A game that ends at its first clue has the spymaster's only. `seed` makes the sampling repeatable, and the order in
-    which words and clues are listed; games of one group need different ones. `max_tokens` None is 2 for a letter and 6
-    for a clue of the model's own. `step` asks an older checkpoint.
+    which words and clues are listed; games of one group need different ones. `max_tokens` 6 is any word of the game and
+    the end of the turn. `step` asks an older checkpoint.
     """
     order = random.getrandbits(32) if seed is None else seed
     game, theme = scenario.start(order)
     table = list(game.roles)
     base = None if seed is None else seed * 1024
     free = scenario.spymaster == "free"
-    spymaster = Player(model, FREE_PROMPT if free else choice_prompt(scenario.choices), base, step, temperature)
-    guesser = Player(model, choice_prompt(scenario.words), None if base is None else base + 512, step, temperature)
+    spymaster = Player(model, FREE_PROMPT if free else PROMPT, base, step, temperature)
+    guesser = Player(model, PROMPT, None if base is None else base + 512, step, temperature)
     logs: list[str] = []
     guesses = 0
     first_right = False
@@ -253,15 +256,15 @@ async def rollout(
     for turn in range(scenario.clues):
         try:
             choices = [] if theme is None else scenario.clue_choices(theme, turn, order)
-            clue, number = await _clue(spymaster, scenario, game, theme, choices, max_tokens or (6 if free else 2))
+            clue, number = await _clue(spymaster, scenario, game, theme, choices, max_tokens)
         except ValueError as error:
             result = "bad_clue"
             logs.append(f"clue {turn + 1}: {error}")
             break
         logs.append(f"clue {turn + 1}: {clue} {number} for {', '.join(game.hidden('target'))}")
-        asked = question(f"Which word goes with {clue}?", table)
+        asked = ask_guess(table, clue)
         for _ in range(number):
-            answer = await guesser.ask(asked, max_tokens or 2)
+            answer = await guesser.ask(asked, max_tokens)
             word = parse_choice(answer, table)
             guesses += 1
             if word not in game.hidden():
@@ -273,7 +276,7 @@ async def rollout(
             logs.append(f"guess {guesses}: {word} is a {role}")
             if role != "target" or game.over():
                 break
-            asked = f"Yes. Which other word goes with {clue}?"
+            asked = ask_again(clue)
         if result == "no_word" or game.over():
             break
     if game.over():
@@ -306,11 +309,33 @@ async def _clue(
         return said
     assert theme is not None  # checked by Scenario
     if scenario.spymaster == "choices":
-        answer = await spymaster.ask(question(f"Which word goes with {', '.join(mine)}?", choices), max_tokens)
+        answer = await spymaster.ask(ask_clue(choices, mine), max_tokens)
         picked = parse_choice(answer, choices)
         if picked != theme:
             raise ValueError(f"{answer!r} ({picked or 'no choice'}) does not fit {', '.join(mine)}")
     return theme, len(mine)
+
+
+def demonstration(scenario: Scenario) -> art.Trajectory:
+    """A game that is won, as plain Python plays it: the clue is the targets' theme, the guesses are the targets."""
+    game, theme = scenario.start(order=scenario.seed)
+    if theme is None:
+        raise ValueError("without a theme there is no clue that surely fits; demonstrations need themed=True")
+    mine = game.hidden("target")
+
+    roles = ("user", "assistant")
+
+    def conversation(*turns: tuple[str, str]) -> list[Any]:
+        said = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+        return [{"role": "system", "content": PROMPT}, *said]
+
+    guesses = [(ask_again(theme) if i else ask_guess([*game.roles], theme), word) for i, word in enumerate(mine)]
+    clue = conversation((ask_clue(scenario.clue_choices(theme, order=scenario.seed), mine), theme))
+    return art.Trajectory(
+        messages_and_choices=conversation(*guesses),
+        additional_histories=[art.History(messages_and_choices=clue)] if scenario.spymaster == "choices" else [],
+        reward=1.0,
+    )
 
 
 def means(trajectories: Iterable[art.Trajectory]) -> dict[str, float]:
