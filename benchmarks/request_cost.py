@@ -1,7 +1,8 @@
 """CPU milliseconds of one short chat request in this process, and whose they are.
 
     OMP_NUM_THREADS=1 python benchmarks/request_cost.py
-    OMP_NUM_THREADS=1 python benchmarks/request_cost.py --tokens 128 --profile
+    OMP_NUM_THREADS=1 python benchmarks/request_cost.py --profile
+    OMP_NUM_THREADS=1 python benchmarks/request_cost.py --tokens 128 --steps
 
 Conversations of five turns, as in the tic-tac-toe rollouts, on the scripted engine with a real tokenizer: nothing is
 computed, so all of it is the way from `model.openai_client()` to the engine and back. The same requests are made four
@@ -10,7 +11,8 @@ times, each time entering one layer deeper; a layer's share is the difference:
     client      openai and httpx: building the request, sending it, reading the answer
     transport   from httpx to the ASGI app and back
     endpoint    the app: checks, chat template, tokens, answer, JSON
-    engine      the scripted engine
+    engine      the scripted engine, or with --steps one that hands tokens over as those on a GPU do: a thread of
+                its own, one token a step for every request
 
 CPU seconds of the process, the least of `--repeat` runs. Load on other cores still slows them down.
 """
@@ -23,14 +25,16 @@ import contextlib
 import cProfile
 import logging
 import pstats
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, cast
 
 import artnb as art
 from artnb.demo import demo_model
-from artnb.engines.base import SamplingParams
-from artnb.engines.scripted import ScriptedAnswer, ScriptedEngine
+from artnb.engines.base import AdapterRef, SamplingParams, TokenChunk
+from artnb.engines.delivery import Deliveries, Mailbox
+from artnb.engines.scripted import ScriptedAnswer, ScriptedEngine, ScriptedRequest
 from artnb.serving.app import StaticResolver, create_app
 from artnb.serving.chat import ChatFormat
 from artnb.serving.transport import InProcessTransport, client_library
@@ -41,6 +45,51 @@ TURNS = 5
 SYSTEM = "You play X in tic-tac-toe. Pick one number from the board. Answer with the number only."
 BOARDS = ["123 456 789", "123 4X6 O89", "1O3 4X6 OX9", "XO3 4X6 OX9", "XOO 4X6 OX9"]
 FORGET = frozenset((b"content-length",))
+
+
+class SteppingEngine(ScriptedEngine):
+    """Hands the answer over as the engines with a model do, from a thread and through mailboxes."""
+
+    def __init__(self, ids: list[int], tokenizer: Any) -> None:
+        super().__init__("", tokenizer=tokenizer, context_length=8192)
+        self._ids = ids
+        self._changed = threading.Condition()
+        self._asked: list[tuple[Mailbox, Iterator[TokenChunk]]] = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: AdapterRef | None = None
+    ) -> AsyncGenerator[TokenChunk]:
+        self.requests.append(ScriptedRequest(list(prompt_ids), sampling, adapter, len(self.requests), self.tokenizer))
+        last = len(self._ids) - 1
+        chunks = (TokenChunk([id_], [-0.5], "stop" if i == last else None) for i, id_ in enumerate(self._ids))
+        mailbox = Mailbox(sampling.stream)
+        with self._changed:
+            self._asked.append((mailbox, chunks))
+            self._changed.notify()
+        ended = False
+        while not ended:
+            chunk = await mailbox.get()
+            ended = chunk.finish_reason is not None
+            yield chunk
+
+    def _run(self) -> None:
+        deliveries = Deliveries()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked)
+                running = list(self._asked)
+            ended = []
+            for request in running:
+                chunk = next(request[1])
+                deliveries.add(request[0], chunk)
+                if chunk.finish_reason is not None:
+                    ended.append(request)
+            deliveries.send()
+            with self._changed:
+                for request in ended:
+                    self._asked.remove(request)
+            time.sleep(0.005)  # the forward pass
 
 
 class ScriptedBackend:
@@ -68,11 +117,11 @@ class Bench:
         self.tokenizer = AutoTokenizer.from_pretrained(options.model or str(demo_model()))
         answer = self.tokenizer.encode("5" + " and" * (options.tokens - 2), add_special_tokens=False)
         ids = [*(answer * options.tokens)[: options.tokens - 1], self.tokenizer.eos_token_id]
-        self.engine = ScriptedEngine(
-            lambda request: ScriptedAnswer(ids, finish_reason="stop"),
-            tokenizer=self.tokenizer,
-            context_length=8192,
-            chunk_size=options.chunk,
+        script = lambda request: ScriptedAnswer(ids, finish_reason="stop")  # noqa: E731
+        self.engine = (
+            SteppingEngine(ids, self.tokenizer)
+            if options.steps
+            else ScriptedEngine(script, tokenizer=self.tokenizer, context_length=8192, chunk_size=options.tokens)
         )
         self.tokens = options.tokens
         self.seed = 0
@@ -173,7 +222,7 @@ class Bench:
 
     def engine_layer(self) -> Callable[[int], Awaitable[None]]:
         prompts = [request.prompt_ids for request in self.engine.requests]
-        sampling = SamplingParams(max_tokens=self.tokens, seed=1)
+        sampling = SamplingParams(max_tokens=self.tokens, seed=1, stream=False)
 
         async def work(number: int) -> None:
             for prompt in self.part(prompts, number):
@@ -182,26 +231,23 @@ class Bench:
 
         return work
 
-    async def cpu_ms(self, work: Callable[[int], Awaitable[None]], repeat: int) -> float:
+    async def cpu_ms(self, work: Callable[[int], Awaitable[None]]) -> float:
         """Per request."""
-        best = float("inf")
-        for _ in range(repeat):
-            self.engine.requests.clear()
-            began = time.process_time()
-            await self.each(work)
-            best = min(best, time.process_time() - began)
-        return best / (self.conversations * TURNS) * 1000
+        self.engine.requests.clear()
+        began = time.process_time()
+        await self.each(work)
+        return (time.process_time() - began) / (self.conversations * TURNS) * 1000
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--concurrent", type=int, default=64, help="conversations at a time (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=2, help="length of the answers (default %(default)s)")
-    parser.add_argument("--chunk", type=int, default=1, help="tokens the engine hands over at once (default 1)")
+    parser.add_argument("--steps", action="store_true", help="an engine that hands over a token a step")
     parser.add_argument("--model", help="folder or name whose tokenizer is used; default: the demo model")
     parser.add_argument("--capture", action="store_true", help="inside art.trajectory() scopes")
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--profile", nargs="?", const=40, type=int, help="print a profile of so many functions instead")
     options = parser.parse_args()
     logging.getLogger("httpx2").setLevel(logging.WARNING)
@@ -222,7 +268,10 @@ async def main() -> None:
         "endpoint": bench.endpoint_layer(),
         "engine": engine,
     }
-    spent = {name: await bench.cpu_ms(work, options.repeat) for name, work in layers.items()}
+    spent = dict.fromkeys(layers, float("inf"))
+    for _ in range(options.repeat):  # in turn, so that a busy moment is not one layer's
+        for name, work in layers.items():
+            spent[name] = min(spent[name], await bench.cpu_ms(work))
     names = list(layers)
     whole = spent["client"]
     print(f"{bench.conversations * TURNS} requests of {options.tokens} tokens, {options.concurrent} at a time")

@@ -10,7 +10,7 @@ import httpx
 import httpx2
 import openai
 import pytest
-from endpoint_for_tests import HELLO, KEY, TOOLS, Endpoint, rebuild, until
+from endpoint_for_tests import HELLO, KEY, TOOLS, Endpoint, calls, rebuild, until
 from openai.resources.chat import AsyncCompletions
 from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
@@ -163,6 +163,54 @@ async def test_the_client_sends_what_openais_own_sends(options):
     assert len(set(answers)) == 1
     assert seen[0] == seen[2] == seen[4] and seen[1] == seen[3] == seen[5]
     assert "x-stainless-raw-response" not in {k.decode() for k in seen[0][2]}
+
+
+@pytest.mark.parametrize("script", ["abc", "", "<think>hm</think>" + calls('{"x": 1}', "{}"), "</think> 👩‍👩‍👧 ha"])
+async def test_the_client_reads_what_openais_own_reads(script):
+    endpoint = Endpoint(script, chunk_size=2)
+    http = client_library().AsyncClient(transport=InProcessTransport(endpoint.app))
+    own = openai.AsyncOpenAI(api_key=KEY, base_url=transport.IN_PROCESS_URL, http_client=http)
+    asked = {"model": "base", "messages": HELLO, "tools": TOOLS, "n": 2, "max_tokens": 5000, "seed": 1}
+    expected = await own.chat.completions.create(**asked)
+    ours = await endpoint.client.chat.completions.create(**asked)
+    assert ours._request_id is None is expected._request_id
+    raw = (await endpoint.client.chat.completions.with_raw_response.create(**asked)).parse()
+    for answer in (ours, raw):
+        answer.id, answer.created = expected.id, expected.created
+        assert type(answer) is type(expected) and answer == expected and repr(answer) == repr(expected)
+        assert answer.model_dump() == expected.model_dump() and answer.to_json() == expected.to_json()
+        assert answer.model_dump(exclude_unset=True) == expected.model_dump(exclude_unset=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (b"application/json", b'{"id": 5, "choices": [{"finish_reason": "odd", "index": 0}], "more": [1]}'),
+        (b"application/json", b'["a"]'),
+        (b"application/json", b"null"),
+        (b"text/plain", b'{"choices": []}'),
+        (b"text/plain", b"sorry"),
+        (b"application/json", b"sorry"),
+    ],
+)
+async def test_the_client_reads_any_apps_answers_as_openais_own_does(kind, body):
+    async def app(scope, receive, send):
+        headers = [(b"content-type", kind), (b"x-request-id", b"7")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    http = client_library().AsyncClient(transport=InProcessTransport(app))
+    results = []
+    for client in (
+        openai.AsyncOpenAI(api_key=KEY, base_url=transport.IN_PROCESS_URL, http_client=http),
+        make_async_client(app, KEY),
+    ):
+        try:
+            answer = await client.chat.completions.create(model="base", messages=HELLO)
+            results.append((type(answer), answer, getattr(answer, "_request_id", None)))
+        except ValueError as error:
+            results.append((type(error), str(error), None))
+    assert results[0] == results[1]
 
 
 async def test_the_client_refuses_what_openais_own_refuses():

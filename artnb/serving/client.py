@@ -1,7 +1,8 @@
-"""The AsyncOpenAI of this process: openai's own, except that a chat request of plain JSON is sent as it is.
+"""The AsyncOpenAI of this process: openai's own, except for what it does with plain JSON on the way out and in.
 
-openai walks through every message once for each type of message that there is, looking for names to rewrite and
+Out, openai walks through every message once for each type of message that there is, looking for names to rewrite and
 objects to dump: more than 1 ms for six short messages, and most of what a short request costs. Plain JSON has neither.
+In, it builds each token's log-prob in Python, unchecked; pydantic's own parser checks, in a tenth of the time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from openai import AsyncOpenAI, AsyncStream, NotGiven, Omit, RequestOptions
 from openai.resources.chat import AsyncChat, AsyncCompletions
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
+from pydantic import ValidationError
+
+from .transport import client_library
 
 _PARAMETERS = CompletionCreateParamsStreaming.__required_keys__ | CompletionCreateParamsStreaming.__optional_keys__
 # What create() takes beside the parameters, and what `post` calls it.
@@ -49,14 +53,36 @@ class _Completions(AsyncCompletions):
             # Only a time limit of None says something.
             if name in given and (name == "timeout" or given[name] is not None):
                 options[called] = given[name]
-        return await self._client.post(
+        stream = bool(body.get("stream"))
+        # With headers it may be with_raw_response, whose user parses the answer.
+        parse = not stream and "headers" not in options
+        answer: Any = await self._client.post(
             "/chat/completions",
             body=body,
             options=cast(RequestOptions, options),
-            cast_to=ChatCompletion,
-            stream=bool(body.get("stream")),
+            cast_to=client_library().Response if parse else ChatCompletion,
+            stream=stream,
             stream_cls=AsyncStream[ChatCompletionChunk],
         )
+        return _parse(answer) if parse else answer
+
+
+def _parse(response: Any) -> Any:
+    """What openai makes of a response: a ChatCompletion, also of an answer that lacks what one has."""
+    try:
+        completion = ChatCompletion.model_validate_json(response.content, strict=True)
+    except ValidationError:
+        try:
+            value = response.json()
+        except ValueError:
+            if response.headers.get("content-type", "").split(";")[0].endswith("json"):
+                raise
+            return response.text
+        if not isinstance(value, dict):
+            return value
+        completion = ChatCompletion.construct(**value)
+    completion._request_id = response.headers.get("x-request-id")
+    return completion
 
 
 def is_plain(value: Any) -> bool:
