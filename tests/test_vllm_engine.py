@@ -38,6 +38,7 @@ from artnb.engines.vllm import VllmEngine
 from artnb.engines.vllm_request import Request
 from artnb.errors import (
     AdapterNotFoundError,
+    ConfigError,
     ContextLengthError,
     EngineClosedError,
     EngineError,
@@ -503,12 +504,11 @@ async def test_random_life(engine: VllmEngine, policy: Policy, adapters: dict[Ad
 # The end ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-async def test_close_ends_running_requests_and_refuses_later_ones(kind: str, base: Path) -> None:
+async def test_close_ends_running_requests_and_refuses_later_ones(base: Path) -> None:
     random.seed(5)
     torch.manual_seed(5)
     before = (random.getstate(), torch.get_rng_state())
-    engine = await asyncio.to_thread(make_engine, kind, base, max_running=2)
+    engine = await asyncio.to_thread(make_engine, "in-process", base, max_running=2)
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
     tasks = [asyncio.create_task(ask(engine, [i, 1], SamplingParams(max_tokens=500))) for i in range(5)]
     await until_sampled(engine, 4)
@@ -521,4 +521,24 @@ async def test_close_ends_running_requests_and_refuses_later_ones(kind: str, bas
     for late in (ask(engine, [1]), engine.sleep(), engine.wake(), engine.load_adapter(ONE, base)):
         with pytest.raises(EngineClosedError):
             await late
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("artnb-vllm-child")]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"max_num_seq": 3}, r"no argument 'max_num_seq'; did you mean 'max_num_seqs'\?"),
+        ({"worker_cls": "mine"}, "'worker_cls' cannot be set"),
+    ],
+)
+def test_engine_options_that_cannot_be(kind: str, base: Path, extra: dict[str, Any], message: str) -> None:
+    """user-reports #21"""
+    with pytest.raises(ConfigError, match=message):
+        make_engine(kind, base, extra=extra)
+
+
+def test_a_model_that_does_not_load_is_an_error_and_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(EngineError, match="vLLM did not start"):
+        make_engine("in-process", tmp_path)
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("artnb")]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -24,11 +25,14 @@ from .delivery import Deliveries
 from .vllm import VllmEngine
 from .vllm_options import VllmOptions, engine_args, engine_environment
 from .vllm_request import line
+from .vllm_start import collect
 
 T = TypeVar("T")
 logger = logging.getLogger("artnb")
 LIFE_CHECK_S = 1.0
 """How often a call that waits for the child looks whether it lives."""
+END_S = 10.0
+"""How long a child that was told to end may take."""
 
 
 class ChildDiedError(EngineError):
@@ -107,16 +111,22 @@ class _Child:
         self._thread = threading.Thread(target=self._loop.run_forever, name="artnb-vllm-child", daemon=True)
         self._thread.start()
         try:
+            before = multiprocessing.active_children()
             # The child dies with the thread that starts it, so that is the one which lives as long as the engine.
             self._llm, self.pool_bytes = asyncio.run_coroutine_threadsafe(_begin(options), self._loop).result()
         except BaseException:
             self._end_loop()
             raise
+        self._processes = [
+            process
+            for process in multiprocessing.active_children()
+            if process not in before and process.name.startswith("EngineCore")
+        ]
         self.vllm_config = self._llm.vllm_config
 
     @property
     def dead(self) -> bool:
-        return bool(self._llm.errored)
+        return self._llm is None or bool(self._llm.errored)
 
     def nudge(self) -> None:
         """Have `step` return although nothing was sampled."""
@@ -194,6 +204,12 @@ class _Child:
         """End the child, whatever state it is in."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._end_loop()
+        for process in self._processes:  # vLLM does not wait until they are gone
+            process.join(END_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        collect()
 
     @property
     def engine_core(self) -> _Child:
@@ -224,6 +240,7 @@ class _Child:
         for stream in list(self._streams.values()):
             stream.cancel()
         self._llm.shutdown()
+        self._llm = None  # or it would shut down once more when Python ends, too late
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()

@@ -32,7 +32,7 @@ def start(options: VllmOptions) -> Any:
         except ConfigError:
             raise
         except Exception as error:
-            _collect()
+            collect()
             raise EngineError(f"vLLM did not start: {line(error)}") from error
 
 
@@ -45,7 +45,7 @@ def stop(engine: Any, *, asleep: bool) -> None:
     except Exception:
         logger.exception("vLLM did not shut down cleanly")
     del engine
-    _collect()
+    collect()
 
 
 def pool_bytes() -> int:
@@ -60,7 +60,7 @@ def check_room(needed: int) -> None:
 
     Raises: EngineError when `needed` bytes are not free.
     """
-    _collect()
+    collect()
     free, _ = torch.cuda.mem_get_info()
     if free < needed + WAKE_MARGIN_BYTES:
         gib = 1024.0**3
@@ -70,7 +70,8 @@ def check_room(needed: int) -> None:
         )
 
 
-def _collect() -> None:
+def collect() -> None:
+    """Give back what only reference cycles hold, on the GPU too."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
