@@ -14,8 +14,8 @@ from agents import even_groups, even_rollout
 import artnb as art
 import artnb.local.backend
 from artnb.errors import ConfigError, ModelError, TrainError
+from artnb.local.build import load_base
 from artnb.local.resident import Residents
-from artnb.local.served import load_base
 
 LORA = art.LoraConfig(r=4)
 FAST = art.TrainConfig(learning_rate=5e-3)
