@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1
 class ChildExtension:
     """See the module docstring. Its methods are called by name through vLLM's `collective_rpc`."""
 
-    def artnb_settle(self) -> int:
+    def artnb_settle(self, sleeps: bool) -> int:
         """Live exactly as long as the parent; returns the bytes that are given away when the engine sleeps.
 
         Jupyter interrupts a kernel's whole process group, and vLLM ends when it is interrupted: so the child leaves
@@ -23,9 +23,7 @@ class ChildExtension:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before it was watched
             os.kill(os.getpid(), signal.SIGKILL)
-        from vllm.platforms import current_platform
-
-        if not current_platform.is_cuda():
+        if not sleeps:
             return 0
         from .vllm_start import pool_bytes
 

@@ -260,9 +260,14 @@ async def _begin(options: VllmOptions) -> tuple[Any, int]:
         args = engine_args(options, in_process=False)
         try:
             llm = AsyncLLM.from_engine_args(args)
-            (pool,) = await llm.collective_rpc("artnb_settle")
         except ConfigError:
             raise
         except Exception as error:
             raise EngineError(f"vLLM did not start: {line(error)}") from error
+    try:
+        sleeps = bool(llm.vllm_config.model_config.enable_sleep_mode)
+        (pool,) = await llm.collective_rpc("artnb_settle", args=(sleeps,))
+    except BaseException:
+        llm.shutdown()
+        raise
     return llm, pool
