@@ -212,15 +212,18 @@ class TrainedModel:
         async with self._turn:
             self.base = None
 
-    def _save(self, step: int, metrics: dict[str, float]) -> Path:
+    def _save(self, step: int, metrics: dict[str, float], *beside: Callable[[], None]) -> Path:
+        """Write checkpoint `step`, and do what is `beside` it at the same time; its rename comes after all of it."""
         trainer = self.trainer
         assert trainer is not None
 
         def write(folder: Path) -> None:
-            with ThreadPoolExecutor(1) as pool:  # the optimizer's file is twice the adapter's; both at once
-                other = pool.submit(lambda: torch.save(trainer.state_dict(), folder / OPTIMIZER_FILE))
+            with ThreadPoolExecutor(1 + len(beside)) as pool:
+                others = [pool.submit(work) for work in beside]
+                others.append(pool.submit(lambda: torch.save(trainer.state_dict(), folder / OPTIMIZER_FILE)))
                 trainer.policy.save_adapter(trainer.adapter, folder)
-                other.result()
+                for other in others:
+                    other.result()
 
         return self.store.save(step, write, {"metrics": metrics, "model": self.name, "base_model": self.base_model})
 
@@ -260,11 +263,14 @@ class TrainedModel:
         result.metrics |= self._measure(base)
         logged = {**summarize(groups), **result.metrics}
         started = time.monotonic()
+
+        def log() -> None:
+            self.history.log_trajectories(result.step, split, groups, replace=True)
+            self.history.log_metrics(result.step, split, logged)
+
         try:
-            await asyncio.to_thread(self.history.log_trajectories, result.step, split, groups, replace=True)
-            await asyncio.to_thread(self.history.log_metrics, result.step, split, logged)
             with Progress(1, None, phase="save"):
-                result.checkpoint_path = await asyncio.to_thread(self._save, result.step, result.metrics)
+                result.checkpoint_path = await asyncio.to_thread(self._save, result.step, result.metrics, log)
             result.metrics["seconds_save"] = time.monotonic() - started
         except BaseException:
             await asyncio.to_thread(self.undo)

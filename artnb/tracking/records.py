@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import pydantic
 from openai.types.chat.chat_completion import Choice
+from pydantic_core import PydanticSerializationError, to_json
 
 from ..trajectories import History, MessageOrChoice, Trajectory, TrajectoryGroup
 from .frames import message_of, text_of, token_count
@@ -29,10 +30,9 @@ _LAST_CHARACTERS = 160
 
 def to_line(record: Mapping[str, Any]) -> bytes:
     """One line of UTF-8 JSON with its line feed."""
-    text = json.dumps(record, ensure_ascii=False, default=_plain, separators=(",", ":"))
-    try:
-        return text.encode() + b"\n"
-    except UnicodeEncodeError:
+    try:  # ten times as fast as json.dumps: a step's token ids and log-probs are millions of numbers
+        return to_json(record, inf_nan_mode="constants", fallback=_plain) + b"\n"
+    except PydanticSerializationError:
         # Half of an emoji that was split over tokens: UTF-8 has no form for it, JSON's escapes do.
         return json.dumps(record, ensure_ascii=True, default=_plain, separators=(",", ":")).encode() + b"\n"
 
