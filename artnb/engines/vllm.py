@@ -92,7 +92,7 @@ class VllmEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: AdapterRef | None = None
     ) -> AsyncGenerator[TokenChunk]:
-        request = self._accept(list(prompt_ids), sampling, adapter, Mailbox())
+        request = self._accept(list(prompt_ids), sampling, adapter, Mailbox(sampling.stream))
         ended = False
         try:
             while not ended:

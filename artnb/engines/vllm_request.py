@@ -9,6 +9,7 @@ from ..errors import ContextLengthError, EngineError, RequestError
 from .base import FinishReason, SamplingParams, TokenChunk
 from .delivery import Mailbox
 from .vllm_adapters import Adapter
+from .vllm_outputs import TokenOutput
 
 _REASONS: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length", "abort": "abort"}
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -79,14 +80,17 @@ def room_to_answer(prompt: list[int], *, vocabulary: int, context: int) -> int:
 
 
 def chunk_of(output: Any) -> TokenChunk:
-    """The tokens that vLLM's RequestOutput brings. Raises: EngineError when it brings an error instead."""
-    part = output.outputs[0]
-    flat = part.logprobs
-    ids = list(part.token_ids)
-    logprobs = [] if flat is None else [float(flat.logprobs[start]) for start in flat.start_indices]
-    if len(ids) != len(logprobs) or part.finish_reason not in _REASONS:
-        raise EngineError(f"vLLM ended the request with {part.finish_reason!r}")
-    return TokenChunk(ids, logprobs, _REASONS[part.finish_reason])
+    """The tokens that a TokenOutput, or vLLM's RequestOutput, brings. Raises: EngineError when it brings an error."""
+    if isinstance(output, TokenOutput):
+        ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
+    else:
+        part = output.outputs[0]
+        flat = part.logprobs
+        ids, reason = list(part.token_ids), part.finish_reason
+        logprobs = [] if flat is None else [float(flat.logprobs[start]) for start in flat.start_indices]
+    if len(ids) != len(logprobs) or reason not in _REASONS:
+        raise EngineError(f"vLLM ended the request with {reason!r}")
+    return TokenChunk(ids, logprobs, _REASONS[reason])
 
 
 def line(error: BaseException | None) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ConfigError, EngineError
 from .vllm_options import VllmOptions, engine_args, engine_environment
+from .vllm_outputs import TokenOutputs
 from .vllm_request import line
 
 logger = logging.getLogger("artnb")
@@ -28,12 +29,14 @@ def start(options: VllmOptions) -> Any:
 
         args = engine_args(options, in_process=True)
         try:
-            return LLMEngine.from_engine_args(args)
+            engine: Any = LLMEngine.from_engine_args(args)
         except ConfigError:
             raise
         except Exception as error:
             collect()
             raise EngineError(f"vLLM did not start: {line(error)}") from error
+        engine.output_processor = TokenOutputs(engine.output_processor)
+        return engine
 
 
 def stop(engine: Any, *, asleep: bool) -> None:
