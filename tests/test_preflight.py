@@ -145,6 +145,11 @@ async def test_cut_answers_name_the_share_and_the_cap() -> None:
     assert "100% of the answers (8 of 8) were cut by length, at 16 tokens" in warning(report, "max_tokens")
 
 
+async def test_answers_that_are_cut_short_by_design_are_no_warning() -> None:
+    report = await run(rewarding(*[0, 1] * 4, tokens=2, reason="length"))
+    assert report.answers_cut == 8 and not any("cut by length" in line for line in report.warnings)
+
+
 async def test_unbounded_and_unlike_rewards() -> None:
     report = await run(rewarding(0, 2048, 512, 64, 1, 2, 1, 2))
     assert "from 0 to 2048" in warning(report, "unbounded")

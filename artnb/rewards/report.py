@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..training.explain import SHORT_BY_DESIGN
 from ..trajectories import TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class PreflightReport:
 
     def _lengths(self) -> list[str]:
         out = []
-        if self.cut_share > CUT_SHARE:
+        if self.cut_share > CUT_SHARE and max(self.answers_cut_at, default=0) > SHORT_BY_DESIGN:
             at = _span(self.answers_cut_at)
             out.append(
                 f"{self.cut_share:.0%} of the answers ({self.answers_cut} of {self.answers}) were cut by length"
