@@ -99,7 +99,8 @@ class Probe:
             return
         raise TrainError(
             f"the probe failed: of {what} the engine and the trainer give log-probs that differ by "
-            f"{difference:.3g} nats a token, more than max_probe_difference={self._limit}. {self._whose_fault(base_held)}",
+            f"{difference:.3g} nats a token, more than max_probe_difference={self._limit}. "
+            f"{self._whose_fault(base_held)}",
             phase="probe",
         )
 
