@@ -95,7 +95,7 @@ class Page:
         """What `scenario` returns. Raises AssertionError with the page's error. `silent`: no kernel answers."""
         self._scenario, self._silent = scenario, silent
         self._done.clear()
-        with tempfile.TemporaryDirectory() as profile:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # Chromium may still write into it
             command = [
                 str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
                 "--disable-dev-shm-usage", f"--user-data-dir={profile}", f"--window-size={width},{height}",

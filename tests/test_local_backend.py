@@ -485,3 +485,24 @@ async def test_a_run_whose_sampler_is_another_policy_stops(tiny_base: Path, tmp_
         with pytest.raises(TrainError, match=r"not this policy's.*best train/reward so far was at step"):
             await model.train(groups, config)
         assert await model.get_step() == 3, "the step itself is kept"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"sleep": "always"},
+        {"enforce_eager": True},
+        {"load_in_4bit": True},
+        {"load_in_fp8": True},
+        {"gpu_memory_utilization": 0.5},
+        {"engine_options": {"max_num_seqs": 4}},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+async def test_the_embedded_engine_refuses_what_it_cannot_honour(
+    tiny_base: Path, tmp_path: Path, option: dict[str, Any]
+) -> None:
+    model, backend = make(tiny_base, tmp_path, **option)
+    async with backend:
+        with pytest.raises(ConfigError, match=f"{next(iter(option))} is for engine='vllm'"):
+            await model.register(backend)

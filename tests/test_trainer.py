@@ -382,4 +382,5 @@ def test_steps_in_several_threads_do_not_pile_up_memory(tmp_path: Path) -> None:
         threading.Thread(target=step, args=(start, end), daemon=True).start()
         assert end.wait(60)
     start.set()
-    assert resident[-1] - resident[0] < 60 * 2**20  # 300 MiB and more where they pile up
+    # 300 MiB and more where they pile up; what other tests of this process leave behind comes and goes meanwhile.
+    assert resident[-1] - resident[0] < 150 * 2**20

@@ -33,6 +33,17 @@ if TYPE_CHECKING:
     from .backend import LocalBackend
 
 
+FOR_VLLM: dict[str, object] = {
+    "load_in_4bit": False,
+    "load_in_fp8": False,
+    "sleep": "auto",
+    "gpu_memory_utilization": None,
+    "enforce_eager": False,
+    "engine_options": {},
+}
+"""Options that the embedded engine cannot honour, with their defaults."""
+
+
 def load_base(
     name: str, backend: LocalBackend, captures: CaptureRegistry, lora: LoraConfig, report: Report
 ) -> ServedBase:
@@ -57,8 +68,8 @@ def choose_engine(asked: str, device: torch.device) -> tuple[str, str]:
 def _embedded(
     name: str, backend: LocalBackend, captures: CaptureRegistry, lora: LoraConfig, report: Report, why: str
 ) -> ServedBase:
-    for option in ("load_in_4bit", "load_in_fp8", "engine_options"):
-        if getattr(backend, option):
+    for option, default in FOR_VLLM.items():
+        if getattr(backend, option) != default:
             raise ConfigError(
                 f"LocalBackend: {option} is for engine='vllm'; here it is 'transformers' ({why or 'CPU'})"
             )
@@ -81,6 +92,11 @@ def _with_vllm(
     name: str, backend: LocalBackend, captures: CaptureRegistry, lora: LoraConfig, why: str, *, in_process: bool
 ) -> ServedBase:
     device = pick_device(backend.device)
+    if backend.kv_tokens is not None:
+        raise ConfigError(
+            "LocalBackend: kv_tokens is for the embedded engine; with vLLM gpu_memory_utilization=, max_running= and "
+            "context_length= decide about the cache"
+        )
     # vLLM repacks a CPU's weights for its own kernels, so that they cannot be shared there.
     shares = in_process and device.type == "cuda"
     if not shares and (backend.load_in_4bit or backend.load_in_fp8):

@@ -189,19 +189,9 @@ class TrainedModel:
             self._stops.discard(stop)
 
     async def train_in(self, room: Room, work: Callable[[threading.Event], T]) -> tuple[T, dict[str, float]]:
-        """`in_worker` while the device is the trainer's. Returns the work's result, and what giving it took.
-
-        When the engine cannot wake afterwards, the trainer goes back to the last complete step.
-        """
-        ended = False
-        try:
-            async with room.for_trainer() as seconds:
-                done = await self.in_worker(work)
-                ended = True
-        except TrainError:
-            if ended:
-                await asyncio.to_thread(self.undo)
-            raise
+        """`in_worker` while the device is the trainer's. Returns the work's result, and what giving it took."""
+        async with room.for_trainer() as seconds:
+            done = await self.in_worker(work)
         return done, seconds
 
     async def end_step(self) -> None:
@@ -254,10 +244,14 @@ class TrainedModel:
         assert trainer is not None
         trainer.policy.load_adapter(trainer.adapter, path)
         trainer.load_state_dict(torch.load(path / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
+        self.store.delete(step for step in self.store.steps() if step > self.step)
         self.history.truncate_after(self.step)
 
     async def commit(self, result: TrainResult, groups: list[TrajectoryGroup], split: str) -> TrainResult:
-        """Keep the step: history, then checkpoint, then serve the new adapter and let the old one go."""
+        """Keep the step: history, then checkpoint, then serve the new adapter and let the old one go.
+
+        The engine wakes meanwhile. When anything fails, the trainer is back at the last complete step.
+        """
         base = self.served()
         result.metrics["trained"] = float(result.trained)
         result.metrics |= self._measure(base)
@@ -271,8 +265,9 @@ class TrainedModel:
         try:
             with Progress(1, None, phase="save"):
                 result.checkpoint_path = await asyncio.to_thread(self._save, result.step, result.metrics, log)
-            result.metrics["seconds_save"] = time.monotonic() - started
+            kept = {"seconds_save": time.monotonic() - started} | await base.room.awake()
         except BaseException:
+            await base.room.settle()
             await asyncio.to_thread(self.undo)
             raise
         started = time.monotonic()
@@ -280,7 +275,7 @@ class TrainedModel:
         await base.engine.load_adapter(AdapterRef(self.name, result.step), result.checkpoint_path)
         before, self.step = self.step, result.step
         await base.engine.drop_adapter(AdapterRef(self.name, before))
-        swapped = {"seconds_swap": time.monotonic() - started, "seconds_save": result.metrics["seconds_save"]}
+        swapped = {"seconds_swap": time.monotonic() - started} | kept
         swap.close()
         if base.probe is not None and result.trained:
             started = time.monotonic()

@@ -34,7 +34,7 @@ async def in_worker(work: Callable[[threading.Event], T], stop: threading.Event)
         raise
 
 
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+async def to_the_end(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
     """Await it whole, even when the caller is cancelled meanwhile; the cancellation is passed on afterwards."""
     task = asyncio.ensure_future(work)
     interrupted = False
