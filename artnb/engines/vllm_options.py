@@ -17,6 +17,8 @@ from typing import Any
 from ..errors import ConfigError, nearest
 
 OLDEST, NEWEST = (0, 20), (0, 33)
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has slots and kernels for; a rank between two takes the larger one."""
 _SHARED_WORKER = "artnb.engines.vllm_worker.SharedWeightsWorker"
 _CHILD_EXTENSION = "artnb.engines.vllm_child.ChildExtension"
 _OURS = frozenset({"model", "tokenizer", "enable_lora", "logprobs_mode", "tensor_parallel_size"})
@@ -159,7 +161,7 @@ def engine_args(options: VllmOptions, *, in_process: bool) -> Any:
 
 def _lora_rank(rank: int) -> int:
     """The smallest rank that vLLM has kernels for."""
-    for size in (8, 16, 32, 64, 128, 256, 320, 512):
+    for size in LORA_RANKS:
         if rank <= size:
             return size
-    raise ConfigError(f"LoraConfig: r={rank}; vLLM serves adapters up to r=512")
+    raise ConfigError(f"LoraConfig: r={rank}; vLLM serves adapters up to r={LORA_RANKS[-1]}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..config import LoraConfig
+from ..engines.vllm_options import LORA_RANKS
 from ..errors import ConfigError, nearest
 from .cards import GIB, Card
 from .shapes import ModelShape, Precision
@@ -39,8 +40,6 @@ SIDE_BY_SIDE = 8
 """Full-length rollouts for which a context chosen here leaves room."""
 BLOCK = 16
 """Tokens in a block of vLLM's KV cache."""
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM has slots for; a rank between two takes the larger slot."""
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Bytes per weight. NF4 in blocks of 64 with one 8-bit scale each, these in blocks of 256 with one fp32 scale (QLoRA);

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..config import LoraConfig, check_choice, check_number
+from ..engines.vllm_options import LORA_RANKS
 from ..errors import ConfigError
-from .budget import ITEM_BYTES, LORA_RANKS, MemoryPlan, Request, Shortage, Sleep, gib, margin_bytes, solve
+from .budget import ITEM_BYTES, MemoryPlan, Request, Shortage, Sleep, gib, margin_bytes, solve
 from .cards import CARDS, Card
 from .shapes import ModelShape
 

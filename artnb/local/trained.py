@@ -1,6 +1,6 @@
-"""One model on a LocalBackend, and how a step of it is kept: history → checkpoint → engine, in that order.
+"""One model on a LocalBackend, and how a step of it is kept: history and checkpoint, then the engine.
 
-The history is written before the checkpoint, and the checkpoint's rename is what makes a step exist: a kill at
+The history is written while the checkpoint is, and the checkpoint's rename, after both, makes a step exist: a kill at
 any instant leaves the last complete step, and on resume the history of later ones is dropped.
 """
 
