@@ -1,0 +1,210 @@
+"""Model: a model that is asked but not trained, and what every model handle has. Knows no backend.
+
+`chat` is synchronous, for cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from .config import TrainConfig
+from .errors import ConfigError, nearest
+from .events import EVENTS
+from .notebook.loop import run_sync
+from .tracking.history import History
+from .tracking.summary import summarize
+from .training.checkpoints import check_name, model_folder
+from .trajectories import Messages, Trajectory, TrajectoryGroup, as_groups
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from openai import AsyncOpenAI
+    from openai.types.chat import ChatCompletion
+
+    from .notebook.dashboard import Dashboard
+    from .notebook.inspector import Inspector
+
+
+class Model:
+    """A model that is asked but not trained, e.g. a larger one to compare with.
+
+    art.Model(name="gpt-4.1", project="demo", inference_base_url=..., inference_api_key=...)
+    """
+
+    trainable = False
+
+    def __init__(
+        self,
+        name: str,
+        project: str,
+        *,
+        run_name: str | None = None,
+        entity: str | None = None,
+        config: Any = None,
+        inference_base_url: str | None = None,
+        inference_api_key: str | None = None,
+        inference_model_name: str | None = None,
+        base_path: str | Path = ".art",
+        **unknown: Any,
+    ) -> None:
+        for option in unknown:
+            raise ConfigError(f"{type(self).__name__} has no option {option!r}{nearest(option, self._options())}")
+        check_model_name(name)
+        check_name(project, "project")
+        self.name = name
+        self.project = project
+        self.run_name = run_name or name
+        self.entity = entity
+        self.config = config
+        self.base_path = Path(base_path)
+        self._base_url = inference_base_url
+        self._api_key = inference_api_key
+        self._inference_model_name = inference_model_name
+
+    @classmethod
+    def _options(cls) -> list[str]:
+        own = ["name", "project", "run_name", "entity", "config", "base_path"]
+        return [*own, "inference_base_url", "inference_api_key", "inference_model_name"]
+
+    @property
+    def folder(self) -> Path:
+        """Where the model's history and checkpoints are: `<base path>/<project>/models/<name>`."""
+        return model_folder(self.base_path, self.project, self.name)
+
+    @property
+    def inference_base_url(self) -> str | None:
+        """Base URL of the OpenAI-compatible endpoint."""
+        return self._base_url
+
+    @property
+    def inference_api_key(self) -> str | None:
+        return self._api_key
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        """The name to ask the endpoint for: the newest weights, or checkpoint `step`."""
+        name = self._inference_model_name or self.name
+        return name if step is None else f"{name}@{step}"
+
+    def openai_client(self) -> AsyncOpenAI:
+        """An `openai.AsyncOpenAI` for this model's endpoint."""
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=self.inference_base_url, api_key=self.inference_api_key)
+
+    def chat(self, messages: Messages | list[dict[str, Any]], **options: Any) -> ChatCompletion:
+        """Ask once, synchronously; works in a cell, without `await`. `options` as in chat.completions.create."""
+        step = options.pop("step", None)
+
+        async def ask() -> Any:
+            client = self.openai_client()
+            return await client.chat.completions.create(
+                model=self.get_inference_name(step), messages=cast(Any, messages), **options
+            )
+
+        return cast("ChatCompletion", run_sync(ask))
+
+    def _history(self) -> History:
+        return History(self.folder)
+
+    async def log(
+        self,
+        trajectories: Iterable[Trajectory | TrajectoryGroup | BaseException] | None = None,
+        split: str = "val",
+        *,
+        metrics: dict[str, float] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Keep trajectories and metrics of `split` in the history. Groups logged before are not kept twice."""
+        at = await self.get_step() if step is None else step
+        history = self._history()
+        groups = as_groups(trajectories or [])
+        fresh = [g for g in groups if (self.name, split) not in g._logged]
+        if fresh:
+            history.log_trajectories(at, split, fresh)
+            for group in fresh:
+                group._logged.add((self.name, split))
+        values = {**summarize(groups), **(metrics or {})}
+        if values:
+            history.log_metrics(at, split, values)
+            EVENTS.emit("log", f"{self.project}/{self.name}", step=at, split=split, metrics=values)
+
+    async def get_step(self) -> int:
+        return 0
+
+    def history(self) -> pd.DataFrame:
+        """One row per step, a column per metric (`train/reward`, `val/reward`, `train/loss`, …), from disk."""
+        return self._history().metrics()
+
+    def trajectories(self, step: int | None = None, split: str | None = None) -> pd.DataFrame:
+        """One row per trajectory, from disk."""
+        return self._history().trajectories(step=step, split=split)
+
+    def dashboard(
+        self,
+        *,
+        compare: Sequence[Model | Path | str] = (),
+        metrics: Sequence[str] = (),
+        solved: str | None = None,
+        steps: int | None = None,
+        theme: Literal["auto", "light", "dark"] = "auto",
+    ) -> Dashboard:
+        """A live view of the run, before, during and after training; from disk, it needs no backend.
+
+        model.dashboard(compare=[other_model, ".art/demo/models/agent-001"], solved="win", steps=20)
+
+        Args:
+            compare: other models, or folders of models, whose runs are laid over this one.
+            metrics: metrics of yours that get a chart each; any other can be selected in the dashboard.
+            solved: the metric that is the solve rate; None takes the first of the usual names that is logged.
+            steps: how many steps are planned, for an estimate of when the run ends.
+
+        A run has one dashboard: called again, it is the same one with the new options. `close()` ends it.
+        """
+        from .notebook.dashboard import open_dashboard
+
+        return open_dashboard(self, compare=compare, metrics=metrics, solved=solved, steps=steps, theme=theme)
+
+    def inspect(
+        self,
+        step: int | None = None,
+        split: str | None = None,
+        trajectories: Iterable[Trajectory] | None = None,
+        groups: Iterable[TrajectoryGroup] | None = None,
+        *,
+        config: TrainConfig | None = None,
+        max_row_tokens: int | None = None,
+    ) -> Inspector:
+        """Read trajectories in the notebook: `inspector = model.inspect()`, then `inspector.selection()`.
+
+        Without arguments the newest step of the history, training rollouts before others; it needs no backend.
+        `groups` are shown as they are, `trajectories` as one group. `config` and `max_row_tokens` (the model's context)
+        are those of the step, where they were not the default: advantages and reasons come from them.
+        """
+        from .notebook.inspector import Inspector
+
+        if trajectories is not None:
+            if groups is not None:
+                raise ConfigError("inspect: give either trajectories or groups")
+            groups = [TrajectoryGroup(trajectories)]
+        history = self._history() if groups is None else None
+        return Inspector(
+            None if groups is None else as_groups(groups),
+            history=history,
+            step=step,
+            split=split,
+            config=config,
+            max_row_tokens=max_row_tokens,
+            title=self.name,
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, project={self.project!r})"
+
+
+def check_model_name(name: str) -> None:
+    """A name is a folder and, with "@step" behind it, a served model."""
+    check_name(name)
+    if "@" in name:
+        raise ConfigError(f"name={name!r} must not hold '@': name@step asks for a checkpoint")
