@@ -63,6 +63,10 @@ class ContextLengthError(RequestError):
     """The prompt leaves no room for a single new token."""
 
 
+class DataError(ArtnbError, ValueError):
+    """A training file or data set whose rows cannot be used."""
+
+
 class RenderError(ArtnbError, ValueError):
     """Messages or tools that the chat template cannot render; `index` is the message's position."""
 
