@@ -378,7 +378,8 @@ def _comparable(message: Mapping[str, Any]) -> dict[str, Any]:
     if calls:
         named = [(call.get("id"), call.get("function") or {}) for call in calls]
         kept["calls"] = [(call_id, f.get("name"), f.get("arguments")) for call_id, f in named]
-    for key in ("tool_call_id", "name"):
+    # An assistant's name is its framework's (several agents in one conversation); the model sampled none.
+    for key in ("tool_call_id",) if kept["role"] == "assistant" else ("tool_call_id", "name"):
         if message.get(key):
             kept[key] = message[key]
     return kept

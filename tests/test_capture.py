@@ -136,6 +136,15 @@ async def test_a_history_is_recognised_however_the_client_spells_it(spelling):
     assert not t.additional_histories
 
 
+async def test_the_name_that_a_framework_gives_its_agent_makes_no_other_conversation():
+    endpoint = Endpoint(["one", "two"])
+    async with trajectory() as t:
+        first = await endpoint.ask()
+        await endpoint.ask([*HELLO, {**says(first), "name": "supervisor"}, user("b")])
+    assert shape(t.messages_and_choices) == ["user:hello", "choice:one", "user:b", "choice:two"]
+    assert not t.additional_histories
+
+
 async def test_other_conversations_become_further_histories():
     endpoint = Endpoint(["a1", "b1", "a2", "b2", "t1", "again"])
     async with trajectory() as t:

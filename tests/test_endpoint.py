@@ -105,9 +105,6 @@ async def test_tool_choice_none_offers_no_tools():
     choice = await endpoint.ask(tools=TOOLS, tool_choice="none")
     assert choice.message.tool_calls is None and choice.finish_reason == "stop"
     assert "# Tools" not in endpoint.engine.requests[0].prompt_text
-    assert (await refused(Endpoint("a"), tools=TOOLS, tool_choice="required"))["param"] == "tool_choice"
-    named = {"type": "function", "function": {"name": "f"}}
-    assert (await refused(Endpoint("a"), tools=TOOLS, tool_choice=named))["param"] == "tool_choice"
 
 
 async def test_a_call_in_a_cut_answer_still_counts_as_cut():

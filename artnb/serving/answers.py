@@ -81,9 +81,8 @@ class Answer:
         self._prompt_ids = prompt_ids
         self._sampling: SamplingParams = request.sampling(room, index)
         self._clamped = room if request.max_tokens is not None and request.max_tokens > room else None
-        self._parser = service.chat.stream(
-            prompt_ids, request.tools if request.offer_tools else None, stop=request.stop
-        )
+        tools = request.tools if request.offer_tools else None
+        self._parser = service.chat.stream(prompt_ids, tools, stop=request.stop, begin_call=request.begin_call)
         self._deltas: list[Delta] = []
         self._sent = 0  # tokens that went out in stream events
         self._taken = 0  # deltas that did

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError, RenderError, RequestError
-from .detokenize import ChatTokenizer, Detokenizer, StopChecker, TokenBytes
+from .detokenize import ChatTokenizer, Detokenizer, StopChecker, TokenBytes, decode
 from .messages import check_tools, normalize_messages, tools_as_text, wrap_malformed
 from .parsers import HERMES_PARSERS, ResponseFormat, choose_family, family_format, own_format
 from .prompt_tokens import PromptTokens
-from .stream_parse import Delta, ParsedMessage, Reader, StreamParser, ToolCall, ToolCallDelta, accumulate
+from .stream_parse import HEADER_TOKENS, Delta, ParsedMessage, Reader, StreamParser, ToolCall, ToolCallDelta, accumulate
 
 __all__ = [
     "ChatFormat", "Delta", "ParsedMessage", "StopChecker", "StreamParser", "ToolCall", "ToolCallDelta", "accumulate",
@@ -148,11 +148,15 @@ class ChatFormat:
             [dict(message) for message in messages], tools=list(tools) or None, return_dict=False, **options
         )
 
-    def _ids(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), **options: Any) -> list[int]:
-        if self._prompt_tokens.usable:
-            ids = self._prompt_tokens.of(self._apply(messages, tools, tokenize=False, **options))
-            if ids is not None:
+    def _ids(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), opening: str = "", **options: Any
+    ) -> list[int]:
+        if self._prompt_tokens.usable or opening:
+            text = self._apply(messages, tools, tokenize=False, **options) + opening
+            if (ids := self._prompt_tokens.of(text)) is not None:
                 return ids
+            if opening:
+                return list(self.tokenizer.encode(text, add_special_tokens=False))
         return list(self._apply(messages, tools, **options))
 
     def _try(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
@@ -169,9 +173,12 @@ class ChatFormat:
         tools: Sequence[Any] | None = None,
         *,
         add_generation_prompt: bool = True,
+        begin_call: str | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of the conversation. `template_kwargs` are variables of the chat template (enable_thinking=False).
+
+        With `begin_call` they end with the beginning of a call of that tool ("": of any), which the model goes on from.
 
         Raises: RenderError with the index of the message at fault, if one is; RequestError for tools that are
         malformed or that this model cannot use, and for a template variable that is none.
@@ -185,22 +192,31 @@ class ChatFormat:
         if not self._knows_developer:
             plain = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain]
 
+        opening = self._opening(begin_call)
+
         def apply(shown: Sequence[Mapping[str, Any]]) -> list[int]:
             options = {"add_generation_prompt": add_generation_prompt, **template_kwargs}
             if not self.takes_tools:
-                return self._ids(tools_as_text(shown, checked, has_system=self._has_system), **options)
-            return self._ids(shown, checked, **options)
+                return self._ids(tools_as_text(shown, checked, has_system=self._has_system), (), opening, **options)
+            return self._ids(shown, checked, opening, **options)
 
         try:
-            return apply(plain)
+            ids = apply(plain)
         except Exception as error:  # a template is a program of its author: it may raise anything
             wrapped = wrap_malformed(plain)
-            if wrapped is not None:
-                try:
-                    return apply(wrapped)
-                except Exception as second:
-                    raise _render_error(apply, wrapped, second) from second
-            raise _render_error(apply, plain, error) from error
+            if wrapped is None:
+                raise _render_error(apply, plain, error) from error
+            try:
+                ids = apply(wrapped)
+            except Exception as second:
+                raise _render_error(apply, wrapped, second) from second
+        if opening and decode(self.tokenizer, ids[-HEADER_TOKENS:])[: -len(opening)].rstrip().endswith("<think>"):
+            raise RequestError(
+                "the chat template opens <think> before the answer, so tool_choice cannot begin it with a call; leave "
+                "it at 'auto', or turn thinking off with chat_template_kwargs if the template can",
+                param="tool_choice",
+            )
+        return ids
 
     def parse(
         self,
@@ -215,11 +231,32 @@ class ChatFormat:
         return accumulate([*stream.push(token_ids), *stream.finish()])
 
     def stream(
-        self, prompt_ids: Sequence[int], tools: Sequence[Any] | None = None, *, stop: Sequence[str] = ()
+        self,
+        prompt_ids: Sequence[int],
+        tools: Sequence[Any] | None = None,
+        *,
+        stop: Sequence[str] = (),
+        begin_call: str | None = None,
     ) -> StreamParser:
-        """A parser for one answer as it is sampled; its deltas add up to what `parse` returns."""
+        """A parser for one answer as it is sampled; its deltas add up to what `parse` returns.
+
+        `begin_call` as in `render`: the call that the prompt began is the answer's first one.
+        """
         checked = check_tools(tools)
-        return StreamParser(self._tools_reader if checked else self._reader, prompt_ids, checked, stop)
+        reader = self._tools_reader if checked else self._reader
+        return StreamParser(reader, prompt_ids, checked, stop, self._opening(begin_call))
+
+    def _opening(self, begin_call: str | None) -> str:
+        if begin_call is None:
+            return ""
+        opening = self._tools_reader.form.opening(begin_call)
+        if opening is None:
+            raise RequestError(
+                f"artnb does not know how this model begins a call (its answers are read by {self.parser}), so "
+                "tool_choice can be 'auto' or 'none' only",
+                param="tool_choice",
+            )
+        return opening
 
     def detokenizer(self) -> Detokenizer:
         """The raw text of a stream of ids, without control tokens."""

@@ -118,7 +118,8 @@ class ChatCompletions:
     def _render(self, request: ChatRequest) -> list[int]:
         tools = request.tools if request.offer_tools else None
         try:
-            return self._service.chat.render(request.messages, tools, **request.template_kwargs)
+            chat = self._service.chat
+            return chat.render(request.messages, tools, begin_call=request.begin_call, **request.template_kwargs)
         except UnicodeEncodeError as error:  # half of a surrogate pair: valid JSON, but no text
             raise RequestError(f"messages hold text that is no Unicode: {error}", param="messages") from None
 

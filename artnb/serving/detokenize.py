@@ -32,6 +32,8 @@ class ChatTokenizer(Protocol):
 
     def convert_ids_to_tokens(self, ids: Any) -> Any: ...
 
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
 
 def _byte_alphabet() -> dict[str, int]:
     """Character → byte, as byte-level BPE spells bytes: the visible Latin-1 ones as themselves, the others from U+0100.

@@ -90,6 +90,17 @@ _FAMILIES: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "mistral": (_MISTRAL, False),
     "mistral_args": (_MISTRAL_ARGS, False),
 }
+# How a call begins, up to its name and up to its arguments: what the answer goes on from when one is asked for. A space
+# that belongs to the next token is left to the model.
+_HERMES_OPENING = ('<tool_call>\n{"name":', '<tool_call>\n{{"name": {name}, "arguments":')
+_OPENINGS = {
+    "hermes": _HERMES_OPENING,
+    "qwen3": _HERMES_OPENING,
+    "qwen3_coder": ("<tool_call>\n<function=", "<tool_call>\n<function={bare}>\n"),
+    "llama3": ('{"name":', '{{"name": {name}, "parameters":'),
+    "mistral": ('[TOOL_CALLS] [{"name":', '[TOOL_CALLS] [{{"name": {name}, "arguments":'),
+    "mistral_args": ("[TOOL_CALLS]", "[TOOL_CALLS]{bare}[ARGS]"),
+}
 PARSERS = tuple(_FAMILIES)
 HERMES_PARSERS = frozenset(("hermes", "qwen3"))
 
@@ -122,6 +133,13 @@ class ResponseFormat:
     @property
     def reads_calls(self) -> bool:
         return self.template is not None and TOOLS_FIELD in self.template["fields"]
+
+    def opening(self, name: str) -> str | None:
+        """The text that a call of `name` begins with, with "" a call of any tool. None where artnb does not know it."""
+        if self.name not in _OPENINGS:
+            return None
+        of_any, of_one = _OPENINGS[self.name]
+        return of_one.format(name=json.dumps(name, ensure_ascii=False), bare=name) if name else of_any
 
     def reads_token(self, text: str) -> bool:
         """Whether a control token takes part in the markup, so that it must not be hidden from the parser."""

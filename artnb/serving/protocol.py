@@ -62,6 +62,7 @@ class ChatRequest:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     offer_tools: bool = True  # False: tool_choice="none"
+    begin_call: str | None = None  # tool_choice asks for a call: of this tool, "" of any
     parallel_tool_calls: bool = True
     n: int = 1
     stop: list[str] = field(default_factory=list)
@@ -115,7 +116,7 @@ def check_request(body: Mapping[str, Any]) -> ChatRequest:
     if not isinstance(given.get("model"), str):
         raise RequestError("model must be a string", param="model")
     request = ChatRequest(given["model"], _messages(given.get("messages")), _tools(given.get("tools")))
-    request.offer_tools = _tool_choice(given.get("tool_choice", "auto"))
+    request.offer_tools, request.begin_call = _tool_choice(given.get("tool_choice", "auto"), request.tools or [])
     request.parallel_tool_calls = _boolean(given, "parallel_tool_calls", True)
     request.n = _whole(given, "n", 1, low=1, high=MAX_CHOICES)
     request.stop = _stop(given.get("stop"))
@@ -166,10 +167,23 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     return value
 
 
-def _tool_choice(value: Any) -> bool:
+def _tool_choice(value: Any, tools: list[dict[str, Any]]) -> tuple[bool, str | None]:
+    """(whether tools are offered, the call that the answer has to begin with: see ChatRequest)."""
     if value in ("auto", "none"):
-        return bool(value == "auto")
-    raise RequestError("tool_choice is supported as 'auto' or 'none' only", param="tool_choice")
+        return value == "auto", None
+    names = [tool["function"]["name"] for tool in tools]
+    if value == "required":
+        name = names[0] if len(names) == 1 else ""
+    elif isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("function"), dict):
+        name = value["function"].get("name")
+        if names and name not in names:
+            raise RequestError(f"tool_choice names {name!r}{nearest(str(name), names)}", param="tool_choice")
+    else:
+        shape = '{"type": "function", "function": {"name": ...}}'
+        raise RequestError(f"tool_choice must be 'auto', 'none', 'required' or {shape}", param="tool_choice")
+    if not names:
+        raise RequestError("tool_choice asks for a call, and there are no tools", param="tool_choice")
+    return True, name
 
 
 def _stop(value: Any) -> list[str]:

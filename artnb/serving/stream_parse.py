@@ -133,10 +133,10 @@ class Reader:
 
             self.regions = load_response_template(region_template(form.template))
 
-    def parser(self, prompt_ids: Sequence[int]) -> Any:
+    def parser(self, prompt_ids: Sequence[int], opening: str = "") -> Any:
         """A parser in the state that the prompt leaves it in: the chat template may have opened <think> already.
 
-        None for plain text.
+        `opening` is the beginning of the answer that the prompt ends with. None for plain text.
         """
         if self.regions is None:
             return None
@@ -144,7 +144,7 @@ class Reader:
 
         prefix = decode(self.table.tokenizer, prompt_ids[-HEADER_TOKENS:])
         if self.regions.start_anchor_re.search(prefix) is None:  # else the conversation is taken for the answer
-            prefix = ""
+            prefix = opening
         # Its initial events are the prompt's own text, which the model did not write.
         return ResponseParser(self.regions, prefix=prefix)
 
@@ -156,7 +156,8 @@ class StreamParser:
     soon as it cannot be the beginning of a marker; a tool call appears whole. Text that the model writes
     comes out unchanged, except for whitespace around reasoning and before a tool call. Tool calls are only
     read when the request has tools, and otherwise are text. With `stop`, `stopped` turns True when
-    a stop string was hit, and everything from it on is dropped.
+    a stop string was hit, and everything from it on is dropped. `opening` is the beginning of the answer that the
+    prompt ends with: a call that it began is one of the answer's.
     """
 
     def __init__(
@@ -165,13 +166,14 @@ class StreamParser:
         prompt_ids: Sequence[int],
         tools: Sequence[dict[str, Any]] = (),
         stop: Sequence[str] = (),
+        opening: str = "",
     ) -> None:
         self._form = reader.form
         self._tools = tools
         self._prompt_ids = prompt_ids
         self._detokenizer = Detokenizer(reader.table, reader.hidden)
         self._stop = StopChecker(stop)
-        self._parser: Any = reader.parser(prompt_ids)
+        self._parser: Any = reader.parser(prompt_ids, opening)
         self._waiting: list[str] = []
         self._content = _Run()
         self._reasoning = _Run(skip_leading=True)
