@@ -30,9 +30,23 @@ def config(cls: type[T]) -> type[T]:
             if option not in names:
                 raise ConfigError(f"{made.__name__} has no option {option!r}{nearest(option, names)}")
         init(self, **options)
+        object.__setattr__(self, "_given", frozenset(options))
 
     made.__init__ = checked  # type: ignore[method-assign, assignment]
     return made
+
+
+def asked_for(options: Any) -> list[str]:
+    """Names of the options that were given to a config, in its order: a backend that cannot honour one must say so.
+
+    A config that was given every option (a copy of another one, or one read from a file) tells no choice from a default
+    by that; then those that differ from their default count.
+    """
+    known = fields(options)
+    given = vars(options)["_given"]
+    if len(given) == len(known):
+        return [f.name for f in known if getattr(options, f.name) != f.default]
+    return [f.name for f in known if f.name in given]
 
 
 def check_choice(owner: str, option: str, value: str, known: tuple[str, ...]) -> None:
