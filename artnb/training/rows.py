@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ from .explain import HOW_TO_SAMPLE, cut_short, explain
 from .types import Row, RowBatch, SkipReason
 
 __all__ = [
-    "OpenRow", "Sampled", "Skip", "explain", "has_failed", "is_truncated", "rows_from_groups", "rows_from_trajectory",
-    "sampled_tokens",
+    "Found", "OpenRow", "Sampled", "Skip", "explain", "has_failed", "is_truncated", "look_at_group", "rows_from_groups",
+    "rows_from_trajectory", "sampled_tokens",
 ]  # fmt: skip
 
 
@@ -178,7 +178,11 @@ def rows_from_groups(groups: Sequence[TrajectoryGroup], config: TrainConfig, *, 
         max_row_tokens: longest row that the model's context or a pack can hold; None is no limit.
     """
     batch = RowBatch()
-    found = [_look_at_group(g, group, batch, max_row_tokens) for g, group in enumerate(groups)]
+
+    def make(trajectory: Trajectory, group: int, index: int) -> list[Row] | Skip:
+        return rows_from_trajectory(trajectory, group=group, index=index, max_row_tokens=max_row_tokens)
+
+    found = [look_at_group(g, group, batch, make) for g, group in enumerate(groups)]
     batch_std = _std([reward for group in found for reward in group.rewards.values()])
     trained: Counter[int] = Counter()  # group → trajectories
     for g, group in enumerate(found):
@@ -210,7 +214,7 @@ _FAILED_STOPS = (StopReason.FAILED, StopReason.TIMEOUT, StopReason.CANCELLED)
 
 
 @dataclass(slots=True)
-class _Found:
+class Found:
     """What a group holds: `rewards` of the trajectories compared with each other, by index, and their rows."""
 
     rewards: dict[int, float] = field(default_factory=dict)
@@ -233,15 +237,20 @@ class _Found:
         return f"{counts}; the first: {self.first_note[self.main_reason()]}"
 
 
-def _look_at_group(g: int, group: TrajectoryGroup, batch: RowBatch, max_row_tokens: int | None) -> _Found:
-    """Sort out what cannot be compared; set `batch.group_reasons[g]` when what is left has no signal."""
-    found = _Found()
+def look_at_group(
+    g: int, group: TrajectoryGroup, batch: RowBatch, make: Callable[[Trajectory, int, int], list[Row] | Skip]
+) -> Found:
+    """Sort out what cannot be compared; set `batch.group_reasons[g]` when what is left has no signal.
+
+    `make(trajectory, g, its index)` gives the rows of a scored trajectory, or why there are none.
+    """
+    found = Found()
     for error in group.exceptions:
         found.leave_out(batch, SkipReason.FAILED, f"group {g}: a rollout failed with {error.type}: {error.message}")
     for index, trajectory in enumerate(group.trajectories):
         skip = _not_scored(trajectory)
         if skip is None:
-            made = rows_from_trajectory(trajectory, group=g, index=index, max_row_tokens=max_row_tokens)
+            made = make(trajectory, g, index)
             # What was not sampled here says nothing about this policy, so it does not move the baseline. A trajectory
             # that is too long or cut short *is* the policy's: without it the mean would be that of the rollouts that
             # happened to fit, and the rest would be praised or blamed against the wrong expectation.
@@ -292,7 +301,7 @@ def _std(rewards: Sequence[float]) -> float:
 
 
 def _metrics(
-    groups: Sequence[TrajectoryGroup], found: Sequence[_Found], batch: RowBatch, trained: Counter[int]
+    groups: Sequence[TrajectoryGroup], found: Sequence[Found], batch: RowBatch, trained: Counter[int]
 ) -> dict[str, float]:
     """Numbers of the step; a mean over nothing is left out."""
     trajectories = [t for group in groups for t in group.trajectories]
