@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -122,7 +123,7 @@ class TrainedModel:
         return not (self.folder / "run.json").exists()
 
     def _lora(self) -> dict[str, Any]:
-        return json.loads(json.dumps(self.lora.__dict__))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(asdict(self.lora)))  # type: ignore[no-any-return]
 
     async def attach(self, base: ServedBase, *, seed: int) -> None:
         """Resume at the newest complete checkpoint, or make checkpoint 0; then serve it."""
