@@ -75,6 +75,19 @@ def check_number(
         raise ConfigError(f"{owner}: {option}={value} must be {bounds}")
 
 
+def scheduled_rate(peak: float, schedule: str, step: int, *, warmup: int, total: int) -> float:
+    """The learning rate of step `step` (from 0) of `total`: linear warm-up, then constant or down to 0 after the last.
+
+    As transformers' schedules have it; "cosine" is half a wave.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    return peak * (1.0 - done) if schedule == "linear" else peak * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 SCHEDULES = ("constant", "linear", "cosine")
@@ -143,14 +156,9 @@ class TrainConfig:
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of the step that makes checkpoint `step + 1` out of checkpoint `step`."""
-        rate = self.learning_rate
-        if self.warmup_steps and step < self.warmup_steps:
-            return rate * (step + 1) / self.warmup_steps
-        if self.lr_schedule == "constant" or self.total_steps is None:
-            return rate
-        span = max(1, self.total_steps - self.warmup_steps)
-        done = min(1.0, (step - self.warmup_steps) / span)
-        return rate * (1.0 - done) if self.lr_schedule == "linear" else rate * 0.5 * (1.0 + math.cos(math.pi * done))
+        schedule = self.lr_schedule if self.total_steps else "constant"
+        total = self.total_steps or 0
+        return scheduled_rate(self.learning_rate, schedule, step, warmup=self.warmup_steps, total=total)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -161,11 +169,16 @@ class TrainSFTConfig:
     """Supervised fine-tuning on the assistant turns of trajectories."""
 
     learning_rate: float | list[float] = 5e-5  # one value, or one per batch
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # over the batches of one call
+    warmup_ratio: float = 0.0  # share of the batches with linear warm-up from 0
     batch_size: int | Literal["auto"] = "auto"  # trajectories per optimizer step; "auto" is 2
     epochs: int = 1
+    shuffle: bool = True  # each epoch in an order of its own; False keeps the given one
+    seed: int = 42  # of the orders
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     max_tokens_per_pack: int | None = None  # distinct tokens in one forward pass; None: chosen from the device
+    extra_metrics: dict[str, float] | None = None  # kept in the history with the step's own, e.g. where a run stands
 
     def __post_init__(self) -> None:
         me = "TrainSFTConfig"
@@ -178,6 +191,15 @@ class TrainSFTConfig:
         check_number(me, "weight_decay", self.weight_decay, low=0.0)
         if self.max_tokens_per_pack is not None:
             check_number(me, "max_tokens_per_pack", self.max_tokens_per_pack, low=1, whole=True)
+        check_choice(me, "lr_schedule", self.lr_schedule, SCHEDULES)
+        check_number(me, "warmup_ratio", self.warmup_ratio, low=0.0, high=1.0)
+        check_number(me, "seed", self.seed, low=0, whole=True)
+        if not isinstance(self.shuffle, bool):
+            raise ConfigError(f"{me}: shuffle={self.shuffle!r} must be True or False")
+        if isinstance(self.learning_rate, list) and (self.lr_schedule != "constant" or self.warmup_ratio):
+            raise ConfigError(f"{me}: learning_rate is a list, one rate per batch; leave out lr_schedule, warmup_ratio")
+        for name, value in (self.extra_metrics or {}).items():
+            check_number(me, f"extra_metrics[{name!r}]", value)
 
 
 @config

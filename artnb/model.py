@@ -18,7 +18,8 @@ from .errors import ConfigError
 from .notebook.loop import spawn, ticking
 from .tracking.history import History
 from .training.checkpoints import steps_to_delete
-from .trajectories import Trajectory, TrajectoryGroup
+from .training.sft_data import SFTData, read_trajectories
+from .trajectories import TrajectoryGroup
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -185,12 +186,34 @@ class TrainableModel(Model):
 
     async def train_sft(
         self,
-        trajectories: Iterable[Trajectory],
+        trajectories: SFTData,
         config: TrainSFTConfig | None = None,
+        _config: None = None,
+        verbose: bool = False,
     ) -> TrainResult:
-        """One supervised step on the assistant turns of `trajectories`."""
+        """One supervised step on the assistant turns of conversations.
+
+        await model.train_sft("train.jsonl", art.TrainSFTConfig(epochs=3, learning_rate=2e-4, lr_schedule="linear"))
+
+        Args:
+            trajectories: trajectories, a JSONL file's path, a `datasets.Dataset`, or rows
+                `{"messages": [...], "tools": [...]}` from anywhere.
+            verbose: print the result.
+
+        Raises: DataError naming each row that cannot be used; RenderError for messages that the chat template cannot
+        render; ConfigError; TrainError. In each case the model is as before.
+        """
+        if _config is not None:
+            raise ConfigError("train_sft: there is no _config here; every option is in art.TrainSFTConfig")
+        if isinstance(trajectories, str | Path):
+            rows = await asyncio.to_thread(read_trajectories, trajectories)
+        else:
+            rows = read_trajectories(trajectories)
         backend = await self.ready()
-        return await backend.train_sft(self, trajectories, config)
+        result = await backend.train_sft(self, rows, config)
+        if verbose:
+            print(f"artnb: {result}", flush=True)
+        return result
 
     async def get_step(self) -> int:
         """The newest checkpoint's step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -14,12 +15,19 @@ from ..notebook.progress import Progress
 from ..training.explain import cut_short, explain
 from ..training.ratios import keep_trainer_logprobs
 from ..training.rows import rows_from_groups
-from ..training.sft import sft_rows
+from ..training.sft import SFTRows
+from ..training.sft_batches import learning_rates, sft_batches
+from ..training.sft_metrics import Means
 from ..training.trainer import StepResult
-from ..training.types import RowBatch
+from ..training.types import Row, RowBatch
 from ..trajectories import Trajectory, TrajectoryGroup
 from .trained import TrainedModel
 from .worker import StepInterrupted
+
+KEPT_EXAMPLES = 1000
+"""Trajectories of a supervised step that the history keeps: the data set is the user's own and stays where it is."""
+LOOP_HELD_S = 0.05
+"""Seconds of tokenizing after which other tasks of the event loop get a turn."""
 
 
 async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config: TrainConfig) -> TrainResult:
@@ -56,34 +64,38 @@ async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config:
 
 
 async def run_sft_step(trained: TrainedModel, trajectories: list[Trajectory], config: TrainSFTConfig) -> TrainResult:
-    """One supervised step: `config.epochs` passes over `trajectories` in batches, then a checkpoint."""
+    """One supervised step: `config.epochs` passes over `trajectories` in batches, then a checkpoint.
+
+    Cancelling it, or a failure, leaves the model at its last complete step.
+    """
     base = trained.served()
     if not trajectories:
         raise ConfigError("train_sft: no trajectories were given")
+    batches = sft_batches(len(trajectories), config)
+    rates = learning_rates(config, len(batches))
     async with trained.turn():
         trained.store.check_free(trained.step + 1)
-        batch = sft_rows(trajectories, base.chat, max_row_tokens=base.engine.context_length)
+        batch = await _sft_rows(trained, trajectories)
         result = TrainResult(step=trained.step + 1, metrics=dict(batch.metrics), notes=list(batch.notes))
         result.reasons = Counter({str(reason): n for reason, n in batch.trajectory_reasons.items()})
-        size = 2 if config.batch_size == "auto" else config.batch_size
-        batches = _by_trajectory(batch, size) * config.epochs
-        rates = (
-            config.learning_rate if isinstance(config.learning_rate, list) else [config.learning_rate] * len(batches)
-        )
-        if len(rates) != len(batches):
-            raise ConfigError(f"train_sft: {len(rates)} learning rates for {len(batches)} batches")
-        trainer = trained.trainer
-        assert trainer is not None
+        if batch.rows:
+            trainer = trained.trainer
+            assert trainer is not None
+            rows_of: dict[int, list[Row]] = {}
+            for row in batch.rows:
+                rows_of.setdefault(row.trajectory, []).append(row)
 
-        def train(stop: threading.Event) -> dict[str, float]:
-            metrics: dict[str, float] = {}
-            with Progress(total=len(batches), desc=f"sft step {result.step}", unit="batch", phase="train") as bar:
-                for part, rate in zip(batches, rates, strict=True):
-                    metrics = trainer.sft_step(part, rate, config, on_progress=_progress(None, stop)).metrics
-                    bar.update(1, loss=metrics.get("loss", 0.0))
-            return metrics
+            def train(stop: threading.Event) -> dict[str, float]:
+                means = Means()
+                with Progress(total=len(batches), desc=f"sft step {result.step}", unit="batch", phase="train") as bar:
+                    for numbers, rate in zip(batches, rates, strict=True):
+                        # A batch of which nothing fits is passed over: the others keep their learning rates.
+                        if part := [row for number in numbers for row in rows_of.get(number, ())]:
+                            done = trainer.sft_step(RowBatch(part), rate, config, on_progress=_progress(None, stop))
+                            means.add(done.metrics)
+                        bar.update(1, loss=means.last("loss"), lr=rate)
+                return means.of_all()
 
-        if batches:
             try:
                 metrics, seconds = await trained.train_in(base.room, train)
                 result.metrics.update(metrics | seconds)
@@ -93,15 +105,26 @@ async def run_sft_step(trained: TrainedModel, trajectories: list[Trajectory], co
         else:
             result.trained = False
             result.notes.insert(0, explain(batch))
-            print(f"artnb: step {result.step}: {result.notes[0]}", flush=True)
-        return await trained.commit(result, [TrajectoryGroup([t]) for t in trajectories], "sft")
+        if batch.trajectory_reasons:
+            print(f"artnb: step {result.step}: {explain(batch)}", flush=True)
+        result.metrics |= config.extra_metrics or {}
+        kept = [TrajectoryGroup([trajectory]) for trajectory in trajectories[:KEPT_EXAMPLES]]
+        return await trained.commit(result, kept, "sft")
 
 
-def _by_trajectory(batch: RowBatch, size: int) -> list[RowBatch]:
-    """The rows of `size` trajectories at a time; a template that rewrites history gives a trajectory several rows."""
-    trajectories = list(dict.fromkeys((row.group, row.trajectory) for row in batch.rows))
-    parts = [set(trajectories[i : i + size]) for i in range(0, len(trajectories), size)]
-    return [RowBatch(rows=[r for r in batch.rows if (r.group, r.trajectory) in part]) for part in parts]
+async def _sft_rows(trained: TrainedModel, trajectories: list[Trajectory]) -> RowBatch:
+    """The rows of all trajectories, made in turn with whatever else the event loop has to do."""
+    base = trained.served()
+    making = SFTRows(base.chat, max_row_tokens=base.engine.context_length)
+    begun = time.monotonic()
+    with Progress(len(trajectories), f"sft step {trained.step + 1}: tokenize", "row", phase="work") as bar:
+        for number, trajectory in enumerate(trajectories, start=1):
+            making.add(trajectory)
+            if time.monotonic() - begun > LOOP_HELD_S or number == len(trajectories):
+                bar.update(number - bar.n)
+                await asyncio.sleep(0)
+                begun = time.monotonic()
+    return making.batch()
 
 
 def _progress(bar: Progress | None, stop: threading.Event) -> Callable[..., None]:

@@ -34,7 +34,8 @@ def sft_rows(trajectories: Sequence[Trajectory], chat: Chat, *, max_row_tokens: 
 
     A conversation is one row as long as each prompt extends the one before. Where the template rewrites history (it
     strips earlier <think>), each turn gets the row in which it would be sampled. `Row.trajectory` is the index in
-    `trajectories`; log-probs are 0 and temperatures 1, for the loss is the plain log-likelihood.
+    `trajectories`; log-probs are 0 and temperatures 1, for the loss is the plain log-likelihood. An assistant message
+    with "weight": 0, as OpenAI's fine-tuning files have it, is context.
 
     Args:
         max_row_tokens: longer rows are left out, and their trajectories counted as TOO_LONG; their other rows
@@ -42,64 +43,89 @@ def sft_rows(trajectories: Sequence[Trajectory], chat: Chat, *, max_row_tokens: 
 
     Raises: RenderError naming the trajectory, for messages that the template cannot render.
     """
-    batch = RowBatch()
-    context_messages = 0
-    for index, trajectory in enumerate(trajectories):
-        skip, unprompted = None, 0
+    making = SFTRows(chat, max_row_tokens=max_row_tokens)
+    for trajectory in trajectories:
+        making.add(trajectory)
+    return making.batch()
+
+
+class SFTRows:
+    """`sft_rows`, one trajectory at a time."""
+
+    def __init__(self, chat: Chat, *, max_row_tokens: int | None) -> None:
+        self._chat = chat
+        self._max_row_tokens = max_row_tokens
+        self._batch = RowBatch()
+        self._seen = 0
+        self._context_messages = 0
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Make the rows of the next trajectory. Raises: RenderError."""
+        skip: Skip | None = None
         rows: list[OpenRow] = []
         if (failure := has_failed(trajectory)) is not None:
             skip = failure
         else:
             for items, tools in trajectory.histories():
-                made, without_prompt = _history_rows(items, tools, chat, index)
+                try:
+                    made, context = _history_rows(items, tools, self._chat)
+                except RenderError as error:
+                    raise RenderError(f"{_place(self._seen, trajectory)}: {error}", index=error.index) from error
                 rows += made
-                unprompted += without_prompt
-        context_messages += unprompted
-        fits = [row for row in rows if max_row_tokens is None or len(row.token_ids) <= max_row_tokens]
+                self._context_messages += context
+        limit = self._max_row_tokens
+        fits = [row for row in rows if limit is None or len(row.token_ids) <= limit]
         if len(fits) < len(rows):
             longest = max(len(row.token_ids) for row in rows)
-            skip = Skip(
-                SkipReason.TOO_LONG,
-                f"{len(rows) - len(fits)} of {len(rows)} rows left out: {longest} tokens, limit {max_row_tokens}",
-            )
+            note = f"{len(rows) - len(fits)} of {len(rows)} rows left out: {longest} tokens, limit {limit}"
+            skip = Skip(SkipReason.TOO_LONG, note)
         elif not rows and skip is None:
             skip = Skip(SkipReason.NO_CHOICES, "no assistant message to learn from")
         if skip is not None:
-            batch.trajectory_reasons[skip.reason] += 1
-            batch.notes.append(skip.at(trajectory=index))
-        batch.rows += [row.close(trajectory=index, advantage=1.0) for row in fits]
-    trained = len({row.trajectory for row in batch.rows})
-    batch.metrics = {
-        "trajectories": len(trajectories),
-        "trajectories_trained": trained,
-        "rows": len(batch.rows),
-        "row_tokens": sum(len(row) for row in batch.rows),
-        "sampled_tokens": sum(int(row.sampled.sum()) for row in batch.rows),
-        "context_assistant_messages": context_messages,
-    }
-    if trained:
-        batch.metrics["rows_per_trajectory"] = len(batch.rows) / trained
-    for reason, count in batch.trajectory_reasons.items():
-        batch.metrics[f"left_out/{reason.name.lower()}"] = count / len(trajectories)
-    return batch
+            self._batch.trajectory_reasons[skip.reason] += 1
+            self._batch.notes.append(f"{_place(self._seen, trajectory)}: {skip.note}")
+        self._batch.rows += [row.close(trajectory=self._seen, advantage=1.0) for row in fits]
+        self._seen += 1
+
+    def batch(self) -> RowBatch:
+        """What was made of all trajectories."""
+        batch = self._batch
+        trained = len({row.trajectory for row in batch.rows})
+        batch.metrics = {
+            "trajectories": self._seen,
+            "trajectories_trained": trained,
+            "rows": len(batch.rows),
+            "row_tokens": sum(len(row) for row in batch.rows),
+            "sampled_tokens": sum(int(row.sampled.sum()) for row in batch.rows),
+            "context_assistant_messages": self._context_messages,
+        }
+        if trained:
+            batch.metrics["rows_per_trajectory"] = len(batch.rows) / trained
+        for reason, count in batch.trajectory_reasons.items():
+            batch.metrics[f"left_out/{reason.name.lower()}"] = count / self._seen
+        return batch
 
 
-def _history_rows(items: MessagesAndChoices, tools: Tools | None, chat: Chat, index: int) -> tuple[list[OpenRow], int]:
-    """The rows of one conversation, and how many assistant messages open it and so are context."""
+def _place(index: int, trajectory: Trajectory) -> str:
+    """'trajectory 3 (train.jsonl, line 4)', for what was read from a file."""
+    source, line = trajectory.metadata.get("source"), trajectory.metadata.get("line")
+    return f"trajectory {index}" if line is None else f"trajectory {index} ({source}, line {line})"
+
+
+def _history_rows(items: MessagesAndChoices, tools: Tools | None, chat: Chat) -> tuple[list[OpenRow], int]:
+    """The rows of one conversation, and how many of its assistant messages are context."""
     rows: list[OpenRow] = []
-    unprompted = 0
+    context = 0
     for position, item in enumerate(items):
         if not _is_assistant(item):
             continue
         tokens = _sampled(item)
         if tokens is None:
-            if all(_is_assistant(before) for before in items[:position]):
-                unprompted += 1  # nothing stands before it that a model could be prompted with
+            # What opens a conversation has nothing before it that a model could be prompted with.
+            if _weighs_nothing(item) or all(_is_assistant(before) for before in items[:position]):
+                context += 1
                 continue
-            try:
-                tokens = _rendered(items, position, tools, chat)
-            except RenderError as error:
-                raise RenderError(f"trajectory {index}: {error}", index=error.index) from error
+            tokens = _rendered(items, position, tools, chat)
         prompt_ids, answer_ids = tokens
         if not answer_ids:
             continue
@@ -108,7 +134,11 @@ def _history_rows(items: MessagesAndChoices, tools: Tools | None, chat: Chat, in
         row = rows[-1]
         row.add_context(prompt_ids[len(row.token_ids) :])
         row.add_sampled(answer_ids, [0.0] * len(answer_ids), 1.0)
-    return rows, unprompted
+    return rows, context
+
+
+def _weighs_nothing(item: MessageOrChoice) -> bool:
+    return not isinstance(item, Choice) and item.get("weight") == 0
 
 
 def _is_assistant(item: MessageOrChoice) -> bool:
