@@ -62,7 +62,7 @@ class Server:
         with self._lock:
             if self._thread is not None:
                 return
-            listener = self._bind()
+            listener = listen(self._host, self._port)
             config = uvicorn.Config(
                 _until_closed(self._app),
                 log_config=None,
@@ -94,25 +94,6 @@ class Server:
             self._uvicorn, self._thread, self._address = server, thread, (str(host), int(port))
             add_server(*self._address)
 
-    def _bind(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            # A port that a closed server left in TIME_WAIT can be taken at once; one that is in use cannot.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self._host, self._port))
-            listener.listen(BACKLOG)  # a port that is bound but not listened to fails here
-        except OSError as error:
-            listener.close()
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(
-                    f"port {self._port} on {self._host} is in use; close the backend or program that holds it, or pass "
-                    "port=0 for any free port"
-                ) from error
-            raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}") from error
-        listener.setblocking(False)
-        return listener
-
     def close(self) -> None:
         """Stop listening, end what runs, and wait for the thread."""
         with self._lock:
@@ -133,6 +114,27 @@ class Server:
 
     def __repr__(self) -> str:
         return f"<Server {self.url}>" if self._address is not None else "<Server, not running>"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises ConfigError when the port is in use or the host is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A port that a closed server left in TIME_WAIT can be taken at once; one that is in use cannot.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)  # a port that is bound but not listened to fails here
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is in use; close the backend or program that holds it, or pass "
+                "port=0 for any free port"
+            ) from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+    listener.setblocking(False)
+    return listener
 
 
 def _until_closed(app: ASGIApp) -> ASGIApp:

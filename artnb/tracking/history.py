@@ -129,6 +129,10 @@ class History:
         """One row per value: step, split, name, value, time (UTC); in the order of step, then of logging."""
         return metrics_long_frame(self._metric_records())
 
+    def metric_records(self, after: int = -1) -> list[dict[str, Any]]:
+        """What `log_metrics` kept of the steps after `after`, call by call: step, split, time, metrics."""
+        return [record for record in self._metric_records() if record["step"] > after]
+
     def trajectories(self, step: int | None = None, split: str | None = None) -> pd.DataFrame:
         """One row per trajectory, of one step or split or of all.
 

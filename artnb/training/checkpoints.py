@@ -113,10 +113,14 @@ class CheckpointStore:
         manifest = self._manifest(step)
         return {**manifest["state"], "step": manifest["step"]}
 
+    def files(self, step: int) -> dict[str, dict[str, Any]]:
+        """Size and SHA-256 of every file of a complete checkpoint, by its name in the folder. Raises CheckpointError."""
+        return dict(self._manifest(step)["files"])
+
     def verify(self, step: int) -> None:
         """Read every file and compare its SHA-256. Raises CheckpointError that names the first wrong one."""
         folder = self._folder_of(step)
-        for name, entry in self._manifest(step)["files"].items():
+        for name, entry in self.files(step).items():
             if _sha256(folder / name) != entry["sha256"]:
                 raise CheckpointError(f"{folder} is damaged: {name} does not have the content that was saved (SHA-256)")
 
