@@ -62,6 +62,7 @@ class Model:
         self._base_url = inference_base_url
         self._api_key = inference_api_key
         self._inference_model_name = inference_model_name
+        self._step_mark = "@"
 
     @classmethod
     def _options(cls) -> list[str]:
@@ -84,8 +85,17 @@ class Model:
 
     def get_inference_name(self, step: int | None = None) -> str:
         """The name to ask the endpoint for: the newest weights, or checkpoint `step`."""
-        name = self._inference_model_name or self.name
-        return name if step is None else f"{name}@{step}"
+        name = self.inference_model_name
+        return name if step is None else f"{name}{self._step_mark}{step}"
+
+    @property
+    def inference_model_name(self) -> str:
+        """The name of the newest weights at the endpoint."""
+        return self._inference_model_name or self.name
+
+    def serve_as(self, name: str, *, step_mark: str) -> None:
+        """For backends whose endpoint has names of its own: checkpoint 3 is `<name><step_mark>3` there."""
+        self._inference_model_name, self._step_mark = name, step_mark
 
     def openai_client(self) -> AsyncOpenAI:
         """An `openai.AsyncOpenAI` for this model's endpoint."""
