@@ -114,7 +114,7 @@ class CheckpointStore:
         return {**manifest["state"], "step": manifest["step"]}
 
     def files(self, step: int) -> dict[str, dict[str, Any]]:
-        """Size and SHA-256 of every file of a complete checkpoint, by its name in the folder. Raises CheckpointError."""
+        """Size and SHA-256 of the files of a complete checkpoint, by their names there. Raises CheckpointError."""
         return dict(self._manifest(step)["files"])
 
     def verify(self, step: int) -> None:
