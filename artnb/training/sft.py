@@ -22,7 +22,7 @@ class Chat(Protocol):
     """What is used of serving.chat.ChatFormat."""
 
     @property
-    def tokenizer(self) -> Any: ...  # with all_special_ids, decode and encode, as transformers' have them
+    def tokenizer(self) -> Any: ...  # as transformers': all_special_ids, eos_token_id, decode, encode
 
     def render(
         self, messages: Sequence[Any], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = True
@@ -190,9 +190,14 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _to_end_of_turn(answer_ids: list[int], chat: Chat) -> list[int]:
-    """Without the line break that many templates write after the end token: no model samples past that token."""
+    """Without the line break that many templates write after the end token: no model samples past that token.
+
+    Where the template ends a turn with the next one's header (GLM), the tokenizer's own end token closes it: a model
+    that is never shown an end goes on for ever.
+    """
     special = set(chat.tokenizer.all_special_ids)
     ends = [i for i, token in enumerate(answer_ids) if token in special]
     if ends and not chat.tokenizer.decode(answer_ids[ends[-1] + 1 :]).strip():
         return answer_ids[: ends[-1] + 1]
-    return answer_ids
+    eos = chat.tokenizer.eos_token_id
+    return answer_ids if eos is None or not answer_ids else [*answer_ids, eos]
