@@ -13,6 +13,7 @@ from .config import TrainConfig
 from .errors import ConfigError, nearest
 from .events import EVENTS
 from .notebook.loop import run_sync
+from .tracking.choose import check_report_metrics, configure, track
 from .tracking.history import History
 from .tracking.summary import summarize
 from .training.checkpoints import check_name, model_folder
@@ -25,12 +26,16 @@ if TYPE_CHECKING:
 
     from .notebook.dashboard import Dashboard
     from .notebook.inspector import Inspector
+    from .tracking.tracker import Tracker
 
 
 class Model:
     """A model that is asked but not trained, e.g. a larger one to compare with.
 
     art.Model(name="gpt-4.1", project="demo", inference_base_url=..., inference_api_key=...)
+
+    `report_metrics`: where metrics go besides the history on disk, e.g. ["wandb"]; [] is nowhere. None is W&B where
+    WANDB_API_KEY is set. See docs/tracking.md.
     """
 
     trainable = False
@@ -47,6 +52,7 @@ class Model:
         inference_api_key: str | None = None,
         inference_model_name: str | None = None,
         base_path: str | Path = ".art",
+        report_metrics: Sequence[str | Tracker] | None = None,
         **unknown: Any,
     ) -> None:
         for option in unknown:
@@ -59,6 +65,8 @@ class Model:
         self.entity = entity
         self.config = config
         self.base_path = Path(base_path)
+        self.report_metrics = check_report_metrics(report_metrics)
+        self._run_config: dict[str, Any] = {}
         self._base_url = inference_base_url
         self._api_key = inference_api_key
         self._inference_model_name = inference_model_name
@@ -66,7 +74,7 @@ class Model:
 
     @classmethod
     def _options(cls) -> list[str]:
-        own = ["name", "project", "run_name", "entity", "config", "base_path"]
+        own = ["name", "project", "run_name", "entity", "config", "base_path", "report_metrics"]
         return [*own, "inference_base_url", "inference_api_key", "inference_model_name"]
 
     @property
@@ -128,6 +136,7 @@ class Model:
     ) -> None:
         """Keep trajectories and metrics of `split` in the history. Groups logged before are not kept twice."""
         at = await self.get_step() if step is None else step
+        track(self)
         history = self._history()
         groups = as_groups(trajectories or [])
         fresh = [g for g in groups if (self.name, split) not in g._logged]
@@ -138,7 +147,11 @@ class Model:
         values = {**summarize(groups), **(metrics or {})}
         if values:
             history.log_metrics(at, split, values)
-            EVENTS.emit("log", f"{self.project}/{self.name}", step=at, split=split, metrics=values)
+            EVENTS.emit("log", f"{self.project}/{self.name}", step=at, split=split, metrics=values, groups=fresh)
+
+    def update_wandb_config(self, config: dict[str, Any]) -> None:
+        """Further entries for the config of the run at W&B (JSON values), before or after it has started."""
+        configure(self, config)
 
     async def get_step(self) -> int:
         return 0

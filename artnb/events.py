@@ -24,8 +24,8 @@ class Event:
     """One thing that happened.
 
     `progress`: `data` has phase, desc, done, total (or None), unit, seconds, closed, and what the line shows.
-    `step`: a step was committed; `data` has step, split, metrics, reasons (a group's reason → count), notes.
-    `log`: metrics were logged; `data` has step, split, metrics.
+    `step`: a step was committed; `data` has step, split, metrics, groups, reasons (a group's reason → count), notes.
+    `log`: metrics were logged; `data` has step, split, metrics, groups (those that were not logged before).
     """
 
     kind: Kind

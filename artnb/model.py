@@ -16,6 +16,7 @@ from .capture import Collector
 from .config import LoraConfig, TrainConfig, TrainSFTConfig
 from .errors import ConfigError
 from .notebook.loop import spawn, ticking
+from .tracking.choose import configure, track
 from .tracking.history import History
 from .training.checkpoints import steps_to_delete
 from .training.sft_data import SFTData, read_trajectories
@@ -96,9 +97,13 @@ class TrainableModel(Model):
         if self._backend is not backend or running is None or failed:
             self._backend = backend
             self._client = None
-            self._registration = Registration(spawn(backend.register(self)))
+            self._registration = Registration(spawn(self._register(backend)))
         assert self._registration is not None
         return self._registration
+
+    async def _register(self, backend: Backend) -> None:
+        await backend.register(self)
+        track(self)
 
     def backend(self) -> Backend:
         """The backend; raises if the model was never registered."""
@@ -169,6 +174,7 @@ class TrainableModel(Model):
                     "model.train() found nothing collected: run rollouts inside `async with art.trajectory(group=...) "
                     "as t:` and set t.reward in at least two of a group, or pass trajectory_groups"
                 )
+        configure(self, {"train": config or options or TrainConfig()})
         return await backend.train(self, trajectory_groups, config, **options)
 
     def auto_train(

@@ -18,6 +18,8 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 from openai.types.chat.chat_completion import Choice
 from pydantic import SkipValidation
 
+from .tracking.traces import current_traces
+
 MetadataValue: TypeAlias = float | int | str | bool | None
 Message: TypeAlias = Annotated[ChatCompletionMessageParam, SkipValidation]
 Messages: TypeAlias = list[Message]
@@ -112,6 +114,8 @@ class Trajectory(pydantic.BaseModel):
     stop_reason: StopReason | None = None
     error: ExceptionRecord | None = None
     start_time: datetime = pydantic.Field(default_factory=datetime.now)
+    # Traces of observability tools that it was made in: its reward is put on them when it is logged.
+    _traces: dict[str, str] = pydantic.PrivateAttr(default_factory=current_traces)
 
     def log(self, message: str) -> None:
         """Add a line to `logs`."""

@@ -32,6 +32,7 @@ from ..errors import CheckpointError, ConfigError, TrainError
 from ..events import EVENTS
 from ..memory import held_bytes
 from ..notebook.progress import Progress
+from ..tracking.follow import TRACKING
 from ..tracking.history import History
 from ..tracking.summary import summarize
 from ..training.checkpoints import CheckpointStore
@@ -153,6 +154,7 @@ class TrainedModel:
     async def detach(self) -> None:
         """End the step that runs and give the folder back."""
         await self.end_step()
+        await asyncio.to_thread(TRACKING.detach, f"{self.project}/{self.name}")
         self.trainer = None
         self.history.close()
         self.lock.release()
@@ -295,6 +297,7 @@ class TrainedModel:
             step=result.step,
             split=split,
             metrics=logged | result.metrics,
+            groups=groups,
             reasons=dict(result.reasons),
             notes=list(result.notes),
         )
