@@ -60,7 +60,8 @@ def _forward(
         if kwargs.get(unlike) is not None:
             raise ValueError(f"this model {name} ({unlike}), which the flat batch does not do")
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
-    layer = int(module.layer_idx)
+    # A layer that is compiled must not read its number, or each would be compiled anew; a pack's attention needs none.
+    layer = 0 if torch.compiler.is_compiling() else int(module.layer_idx)
     out_SHD = attend(layer, query[0], key[0], value[0], scaling=scale, sliding_window=sliding_window)
     return out_SHD.unsqueeze(0), None
 

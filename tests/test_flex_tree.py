@@ -89,7 +89,7 @@ def test_same_values_as_tree_attend(window: int | None, monkeypatch: pytest.Monk
     torch.manual_seed(0)
     inputs = [torch.randn(heads, size, 16, dtype=torch.float64) for heads in (4, 2, 2)]
     results = []
-    for attend in (TreeAttend(pack.segments), FlexTreeAttend(pack.segments, torch.device("cpu"))):
+    for attend in (TreeAttend(pack.segments), FlexTreeAttend(pack.segments, torch.device("cpu"), [window])):
         padded = [torch.nn.functional.pad(x, (0, 0, 0, attend.size - size)) for x in inputs]
         results.append(attend(0, *padded, scaling=0.25, sliding_window=window)[:size])
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-8)
@@ -107,7 +107,7 @@ def test_the_compiled_kernel_gives_the_same(window: int | None) -> None:
         results = []
         for attend, dtype in (
             (TreeAttend(pack.segments, device), torch.float32),
-            (FlexTreeAttend(pack.segments, device), torch.bfloat16),
+            (FlexTreeAttend(pack.segments, device, [window]), torch.bfloat16),
         ):
             leaves = [x.to(dtype).requires_grad_() for x in inputs]
             padded = [torch.nn.functional.pad(x, (0, 0, 0, attend.size - size)) for x in leaves]

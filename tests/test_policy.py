@@ -231,15 +231,11 @@ def test_logits_exist_for_a_chunk_of_positions_only(policy: Policy, monkeypatch:
     (pack,) = build_packs(rows, 10_000)
     whole, _ = policy.token_logprobs(pack, adapter=None)
     seen: list[int] = []
-    chunk = logprobs._chunk
-
-    def counted(head: object, hidden_CD: torch.Tensor, *args: object) -> object:
-        seen.append(len(hidden_CD))
-        return chunk(head, hidden_CD, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(logprobs, "_chunk", counted)
-    policy.chunk = 8
+    projection = policy.base.get_output_embeddings()
+    hook = projection.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    monkeypatch.setattr(policy, "chunk", 8)
     chunked, _ = policy.token_logprobs(pack, adapter=None)
+    hook.remove()
     torch.testing.assert_close(chunked, whole)
     assert max(seen) == 8 and len(seen) > 5
 

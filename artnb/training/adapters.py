@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from ..config import LoraConfig
 from ..errors import CheckpointError, ConfigError, ModelError, nearest
 from .base_model import BaseModel
-from .lora_forward import use_own_forward
+from .lora_forward import PlainLoraLinear, use_plain_lora
 
 _PLACEHOLDER = "placeholder"
 """PEFT cannot wrap a model without an adapter; this one has rank 1 and is never used."""
@@ -61,7 +61,7 @@ class Adapters:
     def _tuned(self) -> list[Any]:
         layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
         for layer in layers:
-            use_own_forward(layer)
+            use_plain_lora(layer)
         return layers
 
     def names(self) -> list[str]:
@@ -208,6 +208,8 @@ class Adapters:
         for layer in self._layers:
             layer._disable_adapters = name is None
             layer._active_adapter = active
+            if isinstance(layer, PlainLoraLinear):
+                layer.activate()
 
     def _add(self, name: str, config: Any) -> None:
         key = f"adapter{next(self._fresh)}"

@@ -9,7 +9,7 @@ tokens mask is ever made. FlexAttention: Dong et al. 2024, https://arxiv.org/abs
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,9 +58,11 @@ def block_kinds(end_S: Ints, place_S: Ints, window: int | None, block: int) -> t
 
 
 class FlexTreeAttend:
-    """A `PackAttend` in one kernel a layer."""
+    """A `PackAttend` in one kernel a layer. `windows`: the sliding windows of the model's layers."""
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], device: torch.device, windows: Iterable[int | None] = (None,)
+    ) -> None:
         self._device = device
         tokens = segments[-1].end if segments else 0
         self.size = tokens + -tokens % BLOCK
@@ -79,7 +81,8 @@ class FlexTreeAttend:
         self._place_np = np.concatenate([place_S, tail])
         self._end_S = torch.from_numpy(self._end_np).to(device)
         self._place_S = torch.from_numpy(self._place_np).to(device)
-        self._masks: dict[int | None, BlockMask] = {}
+        # Made here, not where they are asked for: a layer that is compiled only reads them.
+        self._masks = {window: self._mask(window) for window in windows}
 
     def __call__(
         self,
@@ -92,11 +95,13 @@ class FlexTreeAttend:
         sliding_window: int | None,
     ) -> torch.Tensor:
         """See `Attend`."""
-        out_1HSD = _compiled()(
+        # In a layer that is compiled as a whole it is compiled with it.
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled()
+        out_1HSD = flex(
             query_HSD.unsqueeze(0),
             key_KSD.unsqueeze(0),
             value_KSD.unsqueeze(0),
-            block_mask=self._mask(sliding_window),
+            block_mask=self._masks[sliding_window],
             scale=scaling,
             enable_gqa=query_HSD.shape[0] != key_KSD.shape[0],
         )
@@ -104,20 +109,17 @@ class FlexTreeAttend:
         return out_SHD
 
     def _mask(self, window: int | None) -> BlockMask:
-        mask = self._masks.get(window)
-        if mask is None:
-            partial, full = block_kinds(self._end_np, self._place_np, window, BLOCK)
-            partial_count, partial_index = _ordered(partial, self._device)
-            full_count, full_index = _ordered(full, self._device)
-            mask = self._masks[window] = BlockMask.from_kv_blocks(
-                partial_count,
-                partial_index,
-                full_count,
-                full_index,
-                BLOCK_SIZE=BLOCK,
-                mask_mod=self._visible(window),
-            )
-        return mask
+        partial, full = block_kinds(self._end_np, self._place_np, window, BLOCK)
+        partial_count, partial_index = _ordered(partial, self._device)
+        full_count, full_index = _ordered(full, self._device)
+        return BlockMask.from_kv_blocks(
+            partial_count,
+            partial_index,
+            full_count,
+            full_index,
+            BLOCK_SIZE=BLOCK,
+            mask_mod=self._visible(window),
+        )
 
     def _visible(self, window: int | None) -> Callable[..., torch.Tensor]:
         end_S, place_S = self._end_S, self._place_S

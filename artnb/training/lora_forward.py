@@ -43,25 +43,35 @@ class _AddLora(torch.autograd.Function):  # type: ignore[misc]  # torch is untyp
         return grads[0], grad_x, grad_a, grad_b, None
 
 
-def use_own_forward(layer: Any) -> None:
-    """Give a PEFT LoRA layer over a linear one this forward pass. Layers of another kind keep theirs."""
-    if isinstance(layer, LoraLinear) and getattr(layer.forward, "__func__", None) is LoraLinear.forward:
-        layer.forward = _OwnForward(layer)  # type: ignore[method-assign]
+class PlainLoraLinear(LoraLinear):
+    """PEFT's LoRA layer over a linear one, with this forward pass. PEFT knows such layers by "Linear" in their names.
 
+    `added` is what its forward pass adds: A, B and the scale of the active adapter. They are not looked up by the
+    adapter's name, because a compiled pass would be compiled again for each name.
+    """
 
-class _OwnForward:
-    """Bound to one layer, like a method."""
+    added: tuple[torch.Tensor, torch.Tensor, float] | None = None
 
-    def __init__(self, layer: LoraLinear) -> None:
-        self._layer = layer
+    def activate(self) -> None:
+        """Take up PEFT's active adapter; one of another kind than plain LoRA stays with PEFT's own forward pass."""
+        name = self._active_adapter[0]
+        known = name in self.lora_A and not self.use_dora[name] and self.lora_B[name].bias is None
+        self.added = (self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]) if known else None
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        layer = self._layer
-        if layer._disable_adapters:
-            return layer.base_layer(x)
-        name = layer._active_adapter[0]
-        if layer.use_dora[name] or layer.lora_B[name].bias is not None:
-            return LoraLinear.forward(layer, x, *args, **kwargs)
-        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-        added: torch.Tensor = _AddLora.apply(layer.base_layer(x), x, a, b, layer.scaling[name])
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._disable_adapters:
+            return self.base_layer(x)
+        if self.added is None:
+            return super().forward(x, *args, **kwargs)
+        a, b, scale = self.added
+        y = self.base_layer(x)
+        if torch.compiler.is_compiling():  # which fuses the sum with what follows it
+            return y + ((x @ a.to(x.dtype).t()) * scale) @ b.to(x.dtype).t()
+        added: torch.Tensor = _AddLora.apply(y, x, a, b, scale)
         return added
+
+
+def use_plain_lora(layer: Any) -> None:
+    """Make PEFT's LoRA layer over a linear one a `PlainLoraLinear`. Layers of another kind stay as they are."""
+    if type(layer) is LoraLinear:
+        layer.__class__ = PlainLoraLinear

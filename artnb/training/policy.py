@@ -7,27 +7,27 @@ know about losses or optimizers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from peft import PeftModel
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import PackAttend, flat_inputs
 from ..config import LoraConfig, check_choice
 from ..errors import ModelError
-from ..memory import Trimmer, available_bytes
+from ..memory import available_bytes
+from ..packed_linear import PackedLinear
 from .adapters import Adapters
 from .base_model import BaseModel, Weights, load_base
 from .fast_norms import use_fused_norms
 from .flex_tree import FlexTreeAttend
-from .logprobs import gather_logprobs, output_head
+from .layers import LayerPasses
+from .logprobs import OutputHead, gather_logprobs
 from .pack import build_packs
 from .tree_attention import TreeAttend
 from .types import Pack, Row
@@ -38,8 +38,9 @@ GPU_ACTIVATION_BYTES = 32 << 30
 """On a GPU a step keeps at most this much (or 6/10 of what is free): larger packs are no faster."""
 GPU_PASS_TOKENS = 4096
 """What launching a pass's kernels costs beside computing them, in tokens (28 layers on an H200: 0.1 s)."""
-LOGITS_BYTES = 256 << 20
+LOGITS_BYTES = 128 << 20
 """On a GPU the fp32 logits of so many bytes exist at a time."""
+WARM_UP_TOKENS = 1024
 
 
 class Policy:
@@ -71,14 +72,19 @@ class Policy:
         self._adapters = Adapters(base, lora)
         self._text_config = base.model.config.get_text_config()
         self._decoder: torch.nn.Module = base.model.get_decoder()
-        self._head = output_head(base.model, self._text_config)
-        self._layers = [m for m in self._decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self._head = OutputHead(base.model, self._text_config)
+        layers = [m for m in self._decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
         self.chunk = chunk or self._pick_chunk()
         cuda = base.device.type == "cuda"
         # Triton's kernels need Ampere; TreeAttend runs everywhere.
         self._flex = cuda and torch.cuda.get_device_capability(base.device) >= (8, 0)
         if cuda:
             use_fused_norms(self._decoder)
+        modules = list(self._decoder.modules())
+        self._windows = {getattr(m, "sliding_window", None) for m in [self._text_config, *modules]} | {None}
+        packed = any(isinstance(m, PackedLinear) for m in modules)
+        self._cold = True
+        self._layers = LayerPasses(layers, base.device, compiled=self._flex and not packed)
         self._check()
 
     @property
@@ -148,7 +154,8 @@ class Policy:
         ids_S, place_S = (
             torch.from_numpy(np.pad(x_S, padding)).to(self.device) for x_S in (pack.token_ids_S, pack.position_ids_S)
         )
-        with self.using(adapter, train=grad), torch.set_grad_enabled(grad), self._checkpointed(len(ids_S), grad):
+        layers = self._layers.training(self.recomputed_layers(len(ids_S))) if grad else nullcontext()
+        with self.using(adapter, train=grad), torch.set_grad_enabled(grad), layers:
             output = self._decoder(**flat_inputs(ids_S, place_S, attend))
             return gather_logprobs(
                 self._head,
@@ -157,12 +164,40 @@ class Policy:
                 entropy=entropy,
                 entropy_grad=grad and entropy_grad,
                 chunk=max(1, self.chunk),
+                compiled=grad and self._layers.compiled,
             )
+
+    @property
+    def cold(self) -> bool:
+        """Whether the first pass with gradients has something to compile: `warm_up`."""
+        return self._cold and self._layers.compiled
+
+    def warm_up(self, adapter: str) -> None:
+        """Compile what passes with gradients run, once, on a small pack; where that fails they go on without.
+
+        Also measures what a layer keeps, for `pack_sizes`. Does nothing where nothing is compiled.
+        """
+        if not self.cold:
+            return
+        self._cold = False
+        row_S = np.arange(WARM_UP_TOKENS) % int(self._text_config.vocab_size)
+        sampled_S = row_S >= WARM_UP_TOKENS - 64
+        ones_S = np.ones(WARM_UP_TOKENS, np.float32)
+        (pack,) = build_packs([Row(row_S, sampled_S, ones_S, ones_S)], WARM_UP_TOKENS)
+        weights = self.adapter_parameters(adapter).values()
+        try:
+            with self.using(adapter, train=True):
+                logp_RT, _ = self.token_logprobs(pack, adapter=adapter, grad=True, entropy=True, entropy_grad=False)
+                torch.autograd.grad(logp_RT.sum(), list(weights))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # torch's compiler raises what its parts do; the packs' own pass tells its faults
+            self._layers.give_up_compiling(error)
 
     def attend(self, pack: Pack) -> PackAttend:
         """The attention of this pack, for all passes over it."""
         if self._flex:
-            return FlexTreeAttend(pack.segments, self.device)
+            return FlexTreeAttend(pack.segments, self.device, self._windows)
         return TreeAttend(pack.segments, self.device)
 
     def recomputed_layers(self, tokens: int) -> int:
@@ -212,7 +247,9 @@ class Policy:
         return total
 
     def _layer_bytes(self) -> int:
-        """Bytes that one layer keeps per token for its backward pass: an estimate from what its operations save."""
+        """Bytes that one layer keeps per token for its backward pass: as seen, or an estimate from its operations."""
+        if self._layers.bytes_per_token is not None:
+            return self._layers.bytes_per_token
         config, item = self._text_config, self.dtype.itemsize
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -220,31 +257,6 @@ class Policy:
         kv = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
         inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
         return int((6 * config.hidden_size + 3 * queries + 2 * kv + 4 * inner) * item)
-
-    @contextmanager
-    def _checkpointed(self, tokens: int, grad: bool) -> Iterator[None]:
-        """Set transformers' own per-layer switch for the first layers, for this pass only.
-
-        The switch works in training mode; only the layer's own flag is set, so no dropout wakes up below it.
-        """
-        chosen = self._layers[: self.recomputed_layers(tokens)] if grad else []
-        trim = Trimmer(self.device)
-
-        def recompute(layer_pass: Callable[..., Any], *inputs: Any) -> Any:
-            def trimmed(*again: Any) -> Any:  # runs in the forward pass and in the backward pass
-                trim()
-                return layer_pass(*again)
-
-            return checkpoint(trimmed, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-        for layer in chosen:
-            layer.gradient_checkpointing, layer.training = True, True
-            layer._gradient_checkpointing_func = recompute
-        try:
-            yield
-        finally:
-            for layer in chosen:
-                layer.gradient_checkpointing, layer.training = False, False
 
     def _check(self) -> None:
         """Compare a small tree with the model's ordinary forward pass.

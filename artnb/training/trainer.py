@@ -161,6 +161,10 @@ class Trainer:
         memory.reset_peak(self.policy.device)
         try:
             with self.policy.using(self.adapter, train=True), self._unharmed(run):
+                if self.policy.cold:
+                    run.phase = "compiling"
+                    self.policy.warm_up(self.adapter)
+                    run.phase = "packing"
                 packs = work(run)
         finally:
             memory.give_back(self.policy.device)

@@ -1,0 +1,135 @@
+"""Layers that run compiled, or again in the backward pass: the same values and gradients, one compilation for all.
+
+A GPU's kernels are not compiled here: the compiler traces the layers as it does there, and then runs what it traced
+step by step ("aot_eager"). The marker `gpu` has the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import branching_rows, make_model
+from torch.nn.attention import flex_attention as torch_flex
+
+from artnb.config import LoraConfig
+from artnb.training import layers, logprobs
+from artnb.training.pack import build_packs
+from artnb.training.policy import Policy, load_policy
+
+Grads = dict[str, torch.Tensor]
+
+# torch's compiler looks at `.grad` of what it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(params=["qwen2", "gemma3"])
+def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
+    made = load_policy(make_model(request.param, tmp_path), lora=LoraConfig(r=4), device="cpu", dtype="float32")
+    add_adapter(made, "agent", seed=0)
+    return made
+
+
+@pytest.fixture
+def traced(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """FlexAttention's masks on CPU, and the compiler with a backend that counts its graphs."""
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda work, **options: compile_(work, backend=backend, **options))
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)  # torch has no backward kernel for CPU
+    logprobs._compiled_score.cache_clear()
+    torch._dynamo.reset()
+    yield graphs
+    torch._dynamo.reset()
+    logprobs._compiled_score.cache_clear()
+
+
+def add_adapter(policy: Policy, name: str, *, seed: int) -> None:
+    policy.add_adapter(name)
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in policy.adapter_parameters(name).values():
+            weight.copy_(torch.randn(weight.shape, generator=rng) * 0.1)
+
+
+def compile_layers(policy: Policy) -> None:
+    """As on a GPU: layers compiled, and FlexAttention in them."""
+    policy._layers.compiled = policy._flex = True
+
+
+def passed(policy: Policy, seed: int, adapter: str = "agent") -> tuple[torch.Tensor, Grads]:
+    """Log-probs of a random pack, and the gradients of their sum."""
+    (pack,) = build_packs(branching_rows(seed), 10_000)
+    weights = policy.adapter_parameters(adapter)
+    with policy.using(adapter, train=True):
+        logp_RT, _ = policy.token_logprobs(pack, adapter=adapter, grad=True, entropy=True, entropy_grad=False)
+        logp_RT.sum().backward()
+    grads = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+    for weight in weights.values():
+        weight.grad = None
+    assert len(grads) == len(weights)
+    return logp_RT.detach(), grads
+
+
+def test_all_layers_all_packs_and_all_adapters_share_one_compilation(policy: Policy, traced: list[int]) -> None:
+    plain = [passed(policy, seed) for seed in range(3)]
+    assert not traced
+    compile_layers(policy)
+    for seed in range(3):
+        torch.testing.assert_close(passed(policy, seed), plain[seed], rtol=1e-3, atol=1e-4)
+        if seed == 0:
+            # Of each kind of layer (Gemma has two) and of the log-probs; each may be looked at twice.
+            kinds = {getattr(m, "sliding_window", None) for m in policy._decoder.modules() if hasattr(m, "layer_idx")}
+            assert len(traced) <= 2 * (len(kinds) + 1)
+            first = len(traced)
+    add_adapter(policy, "other", seed=1)
+    passed(policy, 0, "other")
+    assert len(traced) == first
+
+
+def test_recomputed_layers_give_the_same_compiled(policy: Policy, traced: list[int]) -> None:
+    plain = passed(policy, 0)
+    compile_layers(policy)
+    for recomputed in (1, 3):
+        policy.recomputed_layers = lambda tokens, n=recomputed: n  # type: ignore[method-assign,misc]
+        torch.testing.assert_close(passed(policy, 0), plain, rtol=1e-3, atol=1e-4)
+    assert traced
+
+
+def test_passes_without_gradients_run_as_they_are(policy: Policy, traced: list[int]) -> None:
+    policy._layers.compiled = True
+    (pack,) = build_packs(branching_rows(0), 10_000)
+    policy.token_logprobs(pack, adapter="agent")
+    policy.token_logprobs(pack, adapter=None)
+    assert not traced
+
+
+def test_a_compiler_that_fails_is_given_up_with_its_reason(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = passed(policy, 0)
+    policy._layers.compiled = True
+
+    def broken(work: Any, **options: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("Failed to find C compiler\nPlease specify via CC environment variable")
+
+        return run
+
+    monkeypatch.setattr(layers.torch, "compile", broken)
+    logprobs._compiled_score.cache_clear()
+    with caplog.at_level(logging.WARNING, "artnb"):
+        policy.warm_up("agent")
+    logprobs._compiled_score.cache_clear()
+    assert "cannot be compiled here" in caplog.text and "Failed to find C compiler" in caplog.text
+    assert not policy._layers.compiled
+    torch.testing.assert_close(passed(policy, 0), plain)
