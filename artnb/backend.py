@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .config import TrainConfig
+from .errors import ConfigError
+from .trajectories import TrajectoryGroup
+
 if TYPE_CHECKING:
     from .capture import Collector
-    from .config import TrainConfig, TrainSFTConfig
+    from .config import TrainSFTConfig
     from .model import TrainableModel
     from .tracking.history import History
-    from .trajectories import Trajectory, TrajectoryGroup
+    from .trajectories import Trajectory
 
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -92,3 +96,25 @@ class Backend(Protocol):
     def history(self, model: TrainableModel) -> History: ...
 
     def collector(self, model: TrainableModel) -> Collector: ...
+
+
+def check_groups(trajectory_groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """The groups of a step as a list. Raises ConfigError that names what is none."""
+    groups = list(trajectory_groups)
+    for index, group in enumerate(groups):
+        if not isinstance(group, TrajectoryGroup):
+            raise ConfigError(
+                f"train: trajectory_groups[{index}] is a {type(group).__name__}; it must be an art.TrajectoryGroup "
+                "(await gather_trajectory_groups(...) first)"
+            )
+    return groups
+
+
+def chosen_config(config: TrainConfig | None, options: dict[str, Any]) -> TrainConfig:
+    """The options of a step, given as a whole or one by one. Raises ConfigError."""
+    if config is not None and options:
+        raise ConfigError(f"train: give either config=TrainConfig(...) or single options, not both: {list(options)}")
+    chosen = config or TrainConfig(**options)
+    if not isinstance(chosen, TrainConfig):
+        raise ConfigError(f"train: config must be an art.TrainConfig, not {type(chosen).__name__}")
+    return chosen

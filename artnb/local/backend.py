@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..backend import ASGIApp, TrainResult
+from ..backend import ASGIApp, TrainResult, check_groups, chosen_config
 from ..capture import Collector
 from ..config import TrainConfig, TrainSFTConfig, check_choice, check_number
 from ..engines.base import AdapterRef
@@ -23,8 +23,10 @@ from ..tracking.history import History
 from ..training.checkpoints import model_folder
 from ..trajectories import Trajectory, TrajectoryGroup
 from .build import load_base
+from .fork import fork, origin_of_folder, origin_of_model
 from .lockfile import FolderLock
 from .resident import RESIDENTS, Resident
+from .run_file import write_run_file
 from .served import ServedBase
 from .step import run_sft_step, run_step
 from .trained import TrainedModel
@@ -192,7 +194,7 @@ class LocalBackend:
         lock.acquire()
         try:
             trained = TrainedModel(model.name, model.project, model.base_model, model.lora, folder, lock)
-            trained.check_run_file()
+            write_run_file(folder, trained)
             base = await self._base(resident, model)
             await trained.attach(base, seed=self.seed)
         except BaseException:
@@ -248,20 +250,8 @@ class LocalBackend:
         **options: Any,
     ) -> TrainResult:
         """One GRPO step; see `Backend.train`. A batch without signal is a step, too: its result says why."""
-        if config is not None and options:
-            raise ConfigError(
-                f"train: give either config=TrainConfig(...) or single options, not both: {list(options)}"
-            )
-        chosen = config or TrainConfig(**options)
-        if not isinstance(chosen, TrainConfig):
-            raise ConfigError(f"train: config must be an art.TrainConfig, not {type(chosen).__name__}")
-        groups = list(trajectory_groups)
-        for index, group in enumerate(groups):
-            if not isinstance(group, TrajectoryGroup):
-                raise ConfigError(
-                    f"train: trajectory_groups[{index}] is a {type(group).__name__}; it must be an art.TrajectoryGroup "
-                    "(await gather_trajectory_groups(...) first)"
-                )
+        chosen = chosen_config(config, options)
+        groups = check_groups(trajectory_groups)
         return await run_step(self._trained(model), groups, chosen)
 
     async def train_sft(
@@ -278,13 +268,67 @@ class LocalBackend:
         return self._trained(model).store.steps()
 
     async def delete_checkpoints(self, model: TrainableModel, steps: Sequence[int]) -> None:
-        """Delete checkpoints. Raises ConfigError for the newest, which is served; CheckpointError for unknown ones."""
+        """Delete checkpoints; requests that one of them answers end first, later ones find it gone.
+
+        Raises ConfigError for the newest, which is served; CheckpointError for unknown ones.
+        """
         trained = self._trained(model)
         if trained.step in steps:
             raise ConfigError(f"checkpoint {trained.step} of {model.name} is the newest and is served; it stays")
+        # First from disk: a request that comes in between would load it again.
+        await asyncio.to_thread(trained.store.delete, steps)
         for step in steps:
             await trained.served().forget(AdapterRef(model.name, step))
-        await asyncio.to_thread(trained.store.delete, steps)
+
+    async def pull_checkpoint(self, model: TrainableModel, step: int | None = None) -> Path:
+        """The PEFT folder of a checkpoint, None: of the newest. Raises CheckpointError when there is none."""
+        trained = self._trained(model)
+        return trained.store.path(trained.step if step is None else step)
+
+    async def fork_checkpoint(
+        self,
+        model: TrainableModel,
+        from_model: str | None = None,
+        from_project: str | None = None,
+        *,
+        step: int | None = None,
+        not_after_step: int | None = None,
+        from_path: str | Path | None = None,
+    ) -> int:
+        """Start `model` from a checkpoint that exists. Before `register`; done again, it changes nothing.
+
+        await backend.fork_checkpoint(model, from_model="agent-001", step=30)
+
+        Args:
+            from_model: a model below this backend's path, of `from_project` (None: of the model's own). The fork has
+                its step number, optimizer and random state, and goes on where it was.
+            step, not_after_step: which checkpoint: of this step, or the newest up to it; None: the newest.
+            from_path: a PEFT adapter folder instead. It becomes checkpoint 0, with a new optimizer.
+
+        Returns: the step at which the model is now.
+        Raises: ConfigError when base model or LoRA are not the model's; CheckpointError for no, or a damaged,
+        checkpoint, and when the model has checkpoints of its own.
+        """
+        if (from_model is None) == (from_path is None):
+            raise ConfigError("fork_checkpoint: give either from_model=<name> or from_path=<PEFT folder>")
+        if from_path is None:
+            project = model.project if from_project is None else from_project
+            name = str(from_model)
+
+            def work() -> int:
+                origin = origin_of_model(self.path, project, name, step=step, not_after_step=not_after_step)
+                return fork(self.path, model, origin)
+        else:
+            if (from_project, step, not_after_step) != (None, None, None):
+                raise ConfigError("fork_checkpoint: from_path is one folder; from_project and steps are for from_model")
+            folder = from_path
+
+            def work() -> int:
+                return fork(self.path, model, origin_of_folder(folder))
+
+        at = await asyncio.to_thread(work)
+        self._say(f"{model.name} starts from {from_path or from_model} at step {at}")
+        return at
 
     async def log(
         self, model: TrainableModel, groups: Iterable[Trajectory | TrajectoryGroup], split: str = "val"
