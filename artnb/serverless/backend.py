@@ -155,10 +155,10 @@ class ServerlessBackend:
                 job = Job(started.id, "train", registered.there.id, step, payload.digest)
                 registered.open_job.write(job)
             await registered.log_rollouts(job.step + 1, "train", groups)
-            result = await registered.finish(job, metrics=payload.batch.metrics, groups=groups)
-            result.reasons.update(map(str, payload.batch.group_reasons.values()))
-            result.notes += payload.batch.notes
-            return result
+            reasons = map(str, payload.batch.group_reasons.values())
+            return await registered.finish(
+                job, groups=groups, metrics=payload.batch.metrics, reasons=reasons, notes=payload.batch.notes
+            )
 
     async def train_sft(
         self, model: TrainableModel, trajectories: Iterable[Trajectory], config: TrainSFTConfig | None = None
@@ -187,7 +187,7 @@ class ServerlessBackend:
             groups = [TrajectoryGroup([row]) for row in rows]
             await registered.log_rollouts(job.step + 1, "sft", groups)
             metrics = {"trajectories_trained": float(len(rows)), **(chosen.extra_metrics or {})}
-            return await registered.finish(job, metrics=metrics, groups=groups)
+            return await registered.finish(job, groups=groups, metrics=metrics)
 
     async def resume(self, model: TrainableModel) -> ServerlessTrainResult | None:
         """Follow the job that an earlier call or kernel started and did not see end. None if there is none."""

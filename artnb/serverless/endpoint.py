@@ -149,9 +149,7 @@ class _Exchange:
                     self._recorded.add(part.index)
                     whole = self._state.current_completion_snapshot.choices[part.index]
                     # What else a chunk's choice has (its tokens, for one) is that chunk's, not the whole answer's.
-                    kept = whole.model_dump(
-                        include={"index", "finish_reason", "message", "logprobs"}, exclude_none=True
-                    )
+                    kept = {"index", "finish_reason", "message", "logprobs"}
                     self._record(whole.model_dump(include=kept, exclude_none=True), ticket)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             logger.warning("a stream of the training service was not recorded: an event is no chunk (%r)", error)

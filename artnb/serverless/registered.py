@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -108,12 +108,15 @@ class Registered:
         self,
         job: Job,
         *,
-        metrics: dict[str, float] | None = None,
         groups: Sequence[TrajectoryGroup] = (),
+        metrics: Mapping[str, float] | None = None,
+        reasons: Iterable[str] = (),
+        notes: Iterable[str] = (),
     ) -> ServerlessTrainResult:
         """Follow a job to its end and keep what it did. A job that failed, or is not there, is no longer open.
 
-        Raises: ServiceError when it cannot be followed, TrainError when it failed.
+        `groups` are those that it trains on, the rest is what is known of them. Raises: ServiceError when it cannot be
+        followed, TrainError when it failed.
         """
         desc = f"{job.kind} step {job.step + 1}"
         try:
@@ -134,6 +137,8 @@ class Registered:
             self.say(f"job {job.id} of {self.name} goes on at the service; the same call, or resume, follows it again")
             raise
         result = ServerlessTrainResult(step=await self._step_after(job), metrics={**(metrics or {}), **seen.metrics()})
+        result.reasons.update(reasons)
+        result.notes += notes
         await self._keep(job, result, seen, groups)
         return result
 
@@ -169,6 +174,7 @@ class Registered:
             step=at,
             split=job.kind,
             metrics=logged,
+            groups=list(groups),
             reasons=dict(result.reasons),
             notes=list(result.notes),
         )
