@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .config import TrainConfig
 from .errors import ConfigError
@@ -118,3 +118,15 @@ def chosen_config(config: TrainConfig | None, options: dict[str, Any]) -> TrainC
     if not isinstance(chosen, TrainConfig):
         raise ConfigError(f"train: config must be an art.TrainConfig, not {type(chosen).__name__}")
     return chosen
+
+
+@runtime_checkable
+class HasCheckpointFiles(Protocol):
+    """A backend whose checkpoints can be had as files: `model.export` and `model.push_to_hub` need it."""
+
+    async def pull_checkpoint(self, model: TrainableModel, step: int | None = None) -> Path:
+        """The PEFT folder of a checkpoint (None: the newest) on this machine's disk.
+
+        Raises: CheckpointError when there is none.
+        """
+        ...

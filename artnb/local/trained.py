@@ -7,23 +7,18 @@ any instant leaves the last complete step, and on resume the history of later on
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from .. import __version__
 from ..backend import TrainResult
 from ..capture import Collector
 from ..config import LoraConfig, TrainConfig
@@ -36,11 +31,13 @@ from ..tracking.follow import TRACKING
 from ..tracking.history import History
 from ..tracking.summary import summarize
 from ..training.checkpoints import CheckpointStore
+from ..training.policy import Policy
 from ..training.trainer import Trainer
 from ..trajectories import TrajectoryGroup
 from .lockfile import FolderLock
 from .resident import Turn
 from .room import Room
+from .run_file import RUN_FILE
 from .worker import StepInterrupted, in_worker
 
 if TYPE_CHECKING:
@@ -73,6 +70,7 @@ class TrainedModel:
         self.base: ServedBase | None = None
         self.trainer: Trainer | None = None
         self.warned_cut = False
+        self._seed = 0
         self._sampled = (0, 0.0)  # tokens and seconds of the engine when the last step was committed
         self._mismatched = 0  # steps in a row whose sampler and trainer disagreed
         self._turn = Turn()
@@ -80,31 +78,6 @@ class TrainedModel:
         self._closing = False  # steps that wait for their turn are refused, whoever gets the turn first
 
     # Coming and going ----------------------------------------------------------------------------
-
-    def check_run_file(self) -> None:
-        """Write run.json, or make sure that the folder's own says the same base and LoRA."""
-        path = self.folder / "run.json"
-        mine = {"project": self.project, "name": self.name, "base_model": self.base_model, "lora": self._lora()}
-        if path.exists():
-            try:
-                known = json.loads(path.read_text())
-            except ValueError as error:
-                raise CheckpointError(
-                    f"{path} is not JSON ({error}); the folder is not artnb's or is damaged"
-                ) from error
-            if not isinstance(known, dict):
-                raise CheckpointError(f"{path} holds no JSON object; the folder is not artnb's or is damaged")
-            for key in ("base_model", "lora"):
-                if known.get(key) != mine[key]:
-                    raise ConfigError(
-                        f"{self.folder} was made with {key}={known.get(key)!r}, now it is {mine[key]!r}; "
-                        "use another name=, or delete the folder to start anew"
-                    )
-            return
-        made = {**mine, "created": datetime.now(UTC).isoformat(), "artnb_version": __version__}
-        fresh = path.with_suffix(f".tmp-{os.getpid()}")
-        fresh.write_text(json.dumps(made, indent=2))
-        fresh.replace(path)
 
     def check_same(self, model: TrainableModel) -> None:
         """A second handle with the same name is the same model, or an error."""
@@ -121,35 +94,42 @@ class TrainedModel:
 
     def lost_its_folder(self) -> bool:
         """Whether somebody removed the model's folder, to start anew, while it was loaded."""
-        return not (self.folder / "run.json").exists()
-
-    def _lora(self) -> dict[str, Any]:
-        return json.loads(json.dumps(asdict(self.lora)))  # type: ignore[no-any-return]
+        return not (self.folder / RUN_FILE).exists()
 
     async def attach(self, base: ServedBase, *, seed: int) -> None:
         """Resume at the newest complete checkpoint, or make checkpoint 0; then serve it."""
-        path = await asyncio.to_thread(self._resume, base, seed)
+        self._seed = seed
+        path = await asyncio.to_thread(self._resume, base)
         await base.engine.load_adapter(AdapterRef(self.name, self.step), path)
         self.base = base
         base.models[self.name] = self
 
-    def _resume(self, base: ServedBase, seed: int) -> Path:
+    def _resume(self, base: ServedBase) -> Path:
         self.store.clean()
         adapter = self.adapter
         latest = self.store.latest()
         if latest is None:
             base.policy.add_adapter(adapter, self.lora)
-            self.trainer = Trainer(base.policy, adapter, seed=seed)
+            self.trainer = Trainer(base.policy, adapter, seed=self._seed)
             self.step = 0
             self.history.truncate_after(0)
             return self._save(0, {})
-        base.policy.load_adapter(adapter, self.store.path(latest))
-        self.trainer = Trainer(base.policy, adapter, seed=seed)
-        state = torch.load(self.store.path(latest) / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
-        self.trainer.load_state_dict(state)
+        self.trainer = self._restored(base.policy, latest)
         self.step = latest
         self.history.truncate_after(latest)
         return self.store.path(latest)
+
+    def _restored(self, policy: Policy, step: int) -> Trainer:
+        """The adapter of a checkpoint, and a trainer with its optimizer and random state.
+
+        A model that was forked from a bare adapter begins without these.
+        """
+        path = self.store.path(step)
+        policy.load_adapter(self.adapter, path)
+        trainer = Trainer(policy, self.adapter, seed=self._seed)
+        if (path / OPTIMIZER_FILE).exists():
+            trainer.load_state_dict(torch.load(path / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
+        return trainer
 
     async def detach(self) -> None:
         """End the step that runs and give the folder back."""
@@ -243,10 +223,7 @@ class TrainedModel:
 
     def undo(self) -> None:
         """Put the trainer back to the newest checkpoint, after a step that was trained but could not be kept."""
-        trainer, path = self.trainer, self.store.path(self.step)
-        assert trainer is not None
-        trainer.policy.load_adapter(trainer.adapter, path)
-        trainer.load_state_dict(torch.load(path / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
+        self.trainer = self._restored(self.served().policy, self.step)
         self.store.delete(step for step in self.store.steps() if step > self.step)
         self.history.truncate_after(self.step)
 
