@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .local.backend import LocalBackend as LocalBackend
     from .model import Model as Model
     from .model import TrainableModel as TrainableModel
+    from .remote.backend import RemoteBackend as RemoteBackend
     from .retrying import retry as retry
     from .rewards.preflight import preflight as preflight
     from .trajectories import (
@@ -62,6 +63,7 @@ _PUBLIC = {
     "LocalBackend": "local.backend",
     "LoraConfig": "config",
     "Model": "model",
+    "RemoteBackend": "remote.backend",
     "ScriptedEngine": "engines.scripted",
     "StopReason": "trajectories",
     "TrainConfig": "config",

@@ -1,8 +1,9 @@
 """How a request that leaves this process's HTTP clients says which trajectory it belongs to.
 
 While a trajectory scope is open, `send` of the httpx and httpx2 client classes is wrapped so that
-requests to our own servers, and only those, carry one header. The last scope to close puts the
-original back. Nothing is wrapped at import. It does not read requests or answers.
+requests to our own servers, and only those, carry one header; those to `artnb serve` on another machine go through
+their observer (remote/capture.py). The last scope to close puts the original back. Nothing is wrapped at import.
+It does not read requests or answers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ _CLIENTS = (("httpx2", "AsyncClient"), ("httpx2", "Client"), ("httpx", "AsyncCli
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 ScopeT = TypeVar("ScopeT")
+Place = tuple[str, str, int | None]
+"""Scheme, host and port of a URL; None is the scheme's own port."""
+Observer = Callable[[Callable[..., Any], Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Called as `observer(send, client, request, args, options)` in place of `send(client, request, *args, **options)`."""
 
 
 class ProcessScopes(Generic[ScopeT]):
@@ -32,6 +37,7 @@ class ProcessScopes(Generic[ScopeT]):
         self._lock = threading.Lock()
         self._scopes: dict[str, ScopeT] = {}
         self._servers: Counter[tuple[str, int]] = Counter()
+        self._remotes: dict[Place, Observer] = {}
         self._wrapped: dict[type, tuple[Any, Any]] = {}  # class → (its own send, our wrapper)
 
     def open(self, scope_id: str, scope: ScopeT) -> None:
@@ -67,6 +73,15 @@ class ProcessScopes(Generic[ScopeT]):
             self._servers.subtract(self._addresses(host, port))
             self._servers = +self._servers
 
+    def add_remote(self, place: Place, observer: Observer) -> None:
+        """Requests to this server on another machine go through `observer`."""
+        with self._lock:
+            self._remotes[place] = observer
+
+    def remove_remote(self, place: Place) -> None:
+        with self._lock:
+            self._remotes.pop(place, None)
+
     @staticmethod
     def _addresses(host: str, port: int) -> list[tuple[str, int]]:
         local = host in (*_LOOPBACK, "0.0.0.0", "::")
@@ -79,8 +94,12 @@ class ProcessScopes(Generic[ScopeT]):
         def send(this: Any, request: Any, *args: Any, **options: Any) -> Any:
             # A plain function for both kinds of client: the async one returns original's coroutine.
             scope_id = self._current_id()
-            if scope_id is not None and (request.url.host.lower(), request.url.port) in self._servers:
-                request.headers.setdefault(TRAJECTORY_HEADER, scope_id)
+            if scope_id is not None:
+                host, port = request.url.host.lower(), request.url.port
+                if (host, port) in self._servers:
+                    request.headers.setdefault(TRAJECTORY_HEADER, scope_id)
+                elif (observer := self._remotes.get((request.url.scheme, host, port))) is not None:
+                    return observer(original, this, request, args, options)
             return original(this, request, *args, **options)
 
         setattr(client, "send", send)  # noqa: B010

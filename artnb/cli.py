@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .errors import ArtnbError
+from .errors import ArtnbError, ConfigError
 
 SUMMARY = "Train LLM agents by reinforcement learning from inside a notebook, on one GPU or none."
 
@@ -49,14 +49,48 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--load-in-4bit", action="store_true", help="base weights in 4-bit NF4 (QLoRA)")
     plan.add_argument("--load-in-fp8", action="store_true", help="base weights in FP8")
     plan.add_argument("--sleep", default=None, help="auto, always or never")
+    _add_serve(commands)
     return top
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="put this machine's GPU behind RemoteBackend, for notebooks elsewhere",
+        description="Serve and train models for RemoteBackend clients. The key is read from --api-key-file or "
+        "$ARTNB_API_KEY, or made and printed. Interrupt it to end it; steps are complete or not there.",
+    )
+    serve.add_argument("--path", type=Path, default=Path(".art"), help="folder of checkpoints and histories")
+    serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every network; use TLS then")
+    serve.add_argument("--port", type=int, default=8765, help="0 is any free one")
+    serve.add_argument("--api-key-file", type=Path, default=None, help="a file that holds the key and nothing else")
+    serve.add_argument("--tls-cert", type=Path, default=None, help="PEM file, with the chain")
+    serve.add_argument("--tls-key", type=Path, default=None, help="PEM file")
+    serve.add_argument("--max-body-mb", type=int, default=64, help="largest step that is taken, as sent (packed)")
+    serve.add_argument(
+        "--base-model",
+        action="append",
+        default=None,
+        help="a folder or Hugging Face id that clients may register; may be repeated. Without it any id, no folder",
+    )
+    serve.add_argument("--device", default=None, help="cpu, cuda, mps or auto")
+    serve.add_argument("--dtype", default=None, help="bfloat16, float16, float32 or auto")
+    serve.add_argument("--engine", default=None, help="transformers, vllm, vllm-process or auto")
+    serve.add_argument("--context-length", type=int, default=None, help="tokens of prompt and answer together")
+    serve.add_argument("--max-running", type=int, default=None, help="rollouts side by side")
+    serve.add_argument("--load-in-4bit", action="store_true", help="base weights in 4-bit NF4 (QLoRA)")
+    serve.add_argument("--load-in-fp8", action="store_true", help="base weights in FP8")
+    serve.add_argument("--sleep", default=None, help="auto, always or never")
+    serve.add_argument("--gpu-memory-utilization", type=float, default=None, help="share of the card for vLLM")
+    serve.add_argument("--served-checkpoints", type=int, default=None, help="older checkpoints that stay loaded")
+    serve.add_argument("--seed", type=int, default=None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; a known error becomes one line and exit code 1."""
     options = parser().parse_args(argv)
     try:
-        {"quickstart": _quickstart, "plan": _plan}[options.command](options)
+        {"quickstart": _quickstart, "plan": _plan, "serve": _serve}[options.command](options)
     except ArtnbError as error:
         print(f"artnb: {error}", file=sys.stderr)
         return 1
@@ -89,6 +123,25 @@ def _plan(options: argparse.Namespace) -> None:
     names = ("context_length", "rollouts", "max_running", "dtype", "load_in_4bit", "load_in_fp8", "sleep")
     lora = LoraConfig() if options.rank is None else LoraConfig(r=options.rank)
     print(plan_memory(shape_of(options.model), card, lora=lora, **_chosen(options, *names)).table())
+
+
+def _serve(options: argparse.Namespace) -> None:
+    try:
+        from .remote.serve import serve
+    except ImportError as error:
+        raise ConfigError(f'artnb serve needs {error.name}: pip install "artnb[local]"') from error
+    names = ("path", "device", "dtype", "engine", "context_length", "max_running", "load_in_4bit", "load_in_fp8")
+    serve(
+        host=options.host,
+        port=options.port,
+        api_key_file=options.api_key_file,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        max_body_mb=options.max_body_mb,
+        base_models=options.base_model,
+        say=lambda line: print(f"artnb: {line}", flush=True),
+        **_chosen(options, *names, "sleep", "gpu_memory_utilization", "served_checkpoints", "seed"),
+    )
 
 
 if __name__ == "__main__":

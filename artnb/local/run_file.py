@@ -14,6 +14,8 @@ from ..config import LoraConfig
 from ..errors import CheckpointError, ConfigError
 
 RUN_FILE = "run.json"
+REMOTE = "remote"
+"""Field of a folder that holds the history of a run on another machine: that machine's URL."""
 
 
 class Described(Protocol):
@@ -42,9 +44,13 @@ def read_run_file(folder: Path) -> dict[str, Any] | None:
 def write_run_file(folder: Path, model: Described, **more: Any) -> None:
     """Write run.json, or make sure that the folder's own says the same base and LoRA. `more` is added to it.
 
-    Raises: ConfigError when it was made with others; CheckpointError when it cannot be read.
+    Raises: ConfigError when it was made with others, or its run is on another machine; CheckpointError when it cannot
+    be read.
     """
     known = read_run_file(folder)
+    if known is not None and (REMOTE in known) != (REMOTE in more):
+        where = f"a run at {known[REMOTE]}" if REMOTE in known else "a run of a LocalBackend"
+        raise ConfigError(f"{folder} holds {where}, whose history would be mixed with this one's; use another name=")
     lora = json.loads(json.dumps(asdict(model.lora)))
     mine = {"project": model.project, "name": model.name, "base_model": model.base_model, "lora": lora}
     if known is None:

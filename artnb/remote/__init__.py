@@ -1,0 +1,1 @@
+"""The same backend on another machine: `artnb serve` there (app.py), `RemoteBackend` here (backend.py)."""

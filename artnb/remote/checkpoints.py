@@ -1,0 +1,138 @@
+"""Checkpoints over the line: an adapter fetched into the model's folder here, or sent to the server.
+
+Safetensors and JSON only, by name and by content, each file against its SHA-256: nothing that came from the network is
+unpickled. Nothing stays of a checkpoint that is not whole. Needs the core install only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..training.checkpoints import CheckpointStore
+from .adapter_files import CONFIG, WEIGHTS, check_safetensors, is_allowed
+from .connection import AGAIN, Connection
+from .registered import Registered
+from .wire import API, NOT_REGISTERED
+
+PART = 1 << 20
+LARGEST_JSON = 16 << 20
+
+
+async def fetch_checkpoint(connection: Connection, registered: Registered, step: int) -> Path:
+    """The folder of checkpoint `step`, below the model's folder here. On the connection's own loop."""
+    doing = f"checkpoint {step} of {registered.name}"
+    path = f"{registered.path}/checkpoints/{step}"
+    listed = await connection.json("GET", path, doing=doing)
+    with tempfile.TemporaryDirectory() as name:
+        got = Path(name)
+        for entry in listed["files"]:
+            if not is_allowed(entry["name"]):
+                raise CheckpointError(f"{doing}: the server names a file {entry['name']!r}; it is not fetched")
+            await _fetch(connection, f"{path}/files/{entry['name']}", entry, got / entry["name"], doing)
+        missing = [file for file in (CONFIG, WEIGHTS) if not (got / file).is_file()]
+        if missing:
+            raise CheckpointError(f"{doing}: the server has no {missing[0]} of it")
+
+        def put(folder: Path) -> None:
+            for file in got.iterdir():
+                shutil.copyfile(file, folder / file.name)
+
+        state = {"model": registered.name, "base_model": registered.base_model, "from": registered.url}
+        return await asyncio.to_thread(CheckpointStore(registered.folder).save, step, put, state)
+
+
+async def _fetch(connection: Connection, path: str, entry: Mapping[str, Any], to: Path, doing: str) -> None:
+    """One file; where the line is cut, it goes on behind what is there already."""
+    patience, size = connection.patience(), int(entry["size"])
+    if to.suffix == ".json" and size > LARGEST_JSON:
+        raise CheckpointError(f"{doing}: {to.name} is said to have {size} bytes; it is not fetched")
+    to.write_bytes(b"")
+    while (have := to.stat().st_size) < size or size == 0:
+        try:
+            headers = {"range": f"bytes={have}-"} if have else {}
+            async with connection.stream(path, doing=doing, headers=headers) as response:
+                with open(to, "r+b") as file:
+                    file.seek(have if response.status_code == 206 else 0)
+                    async with contextlib.aclosing(response.aiter_bytes(PART)) as parts:
+                        async for part in parts:
+                            if file.tell() + len(part) > size:
+                                raise CheckpointError(f"{doing}: {to.name} is longer than the server said")
+                            await asyncio.to_thread(file.write, part)
+            patience.well()
+            break
+        except connection.cut as error:
+            await patience.wait(error, doing)
+    digest = await asyncio.to_thread(_sha256, to)
+    if digest != entry["sha256"]:
+        raise CheckpointError(f"{doing}: {to.name} arrived damaged (its SHA-256 is not the server's); fetch it again")
+    if to.suffix == ".json":
+        try:
+            json.loads(to.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{doing}: {to.name} is not JSON ({error})") from None
+    else:
+        await asyncio.to_thread(check_safetensors, to)
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, Any], Path, str]:
+    """(configuration, weights file, its SHA-256) of a PEFT adapter folder. Raises CheckpointError."""
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            pickled = " (it has an adapter_model.bin: a pickle is not sent)" if list(folder.glob("*.bin")) else ""
+            raise CheckpointError(f"{folder} is not a complete PEFT adapter folder: it has no {file}{pickled}")
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / CONFIG} holds no JSON object")
+    check_safetensors(folder / WEIGHTS)
+    return config, folder / WEIGHTS, _sha256(folder / WEIGHTS)
+
+
+async def send_adapter(
+    connection: Connection, registered: Registered, weights: Path, sha256: str, restore: Callable[[], Awaitable[bool]]
+) -> None:
+    """Upload the weights. Sent again as a whole where the line is cut: their name at the server is their SHA-256."""
+    doing, patience = f"push to {registered.name}", connection.patience()
+    while True:
+        try:
+            response = await connection.client.put(
+                f"{API}{registered.path}/adapters/{sha256}",
+                content=_parts(weights),
+                headers={"content-type": "application/octet-stream", "content-length": str(weights.stat().st_size)},
+            )
+        except connection.cut as error:
+            await patience.wait(error, doing)
+            continue
+        if response.status_code < 300:
+            return
+        refused = connection.refused(response, doing)
+        if refused.code == NOT_REGISTERED:
+            await restore()
+        elif refused.code == "bad_adapter":
+            raise CheckpointError(str(refused))
+        elif refused.status in AGAIN:
+            await patience.wait(refused, doing, response.headers.get("retry-after"))
+        else:
+            raise refused
+
+
+async def _parts(path: Path) -> AsyncIterator[bytes]:
+    with open(path, "rb") as file:
+        while part := await asyncio.to_thread(file.read, PART):
+            yield part
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,131 @@
+"""A job from the client's side: sent under an id of its own, followed by its events, whatever the line does.
+
+The id is what makes it safe: sent again, it is the same job; and a server that was restarted is asked for the model
+first. Does not know what the job does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ServiceError
+from ..serving.transport import client_library
+from .connection import AGAIN, Connection, StatusError
+from .wire import FINAL, NO_JOB, NOT_REGISTERED, pack
+
+log = logging.getLogger("artnb")
+CANCEL_S = 10.0
+"""Seconds that an interrupted cell waits for the server to end its job."""
+
+
+@dataclass
+class RemoteJob:
+    """One job; `outcome` is its last event, also after an interrupt, where the server could be asked."""
+
+    connection: Connection
+    body: Callable[[], Mapping[str, Any]]
+    doing: str
+    restore: Callable[[], Awaitable[bool]] | None = None  # registers the model with a server that forgot it
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    outcome: dict[str, Any] | None = None
+
+    async def events(self) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+        """(type, data) of every event, the final one last. Stopped early, it cancels the job at the server."""
+        packed = await asyncio.to_thread(lambda: pack(self.body()))
+        try:
+            last = 0
+            while True:
+                await self._submit(packed)
+                try:
+                    async with contextlib.aclosing(self._follow(last)) as followed:
+                        async for number, kind, data in followed:
+                            last = number
+                            if kind in FINAL:
+                                self.outcome = {"state": kind, **data}
+                            yield kind, data
+                except StatusError as error:
+                    if error.code != NO_JOB:
+                        raise
+                    last = 0  # a new server, which has no events of it yet
+                if self.outcome is not None:
+                    return
+        except (asyncio.CancelledError, GeneratorExit):
+            if self.outcome is None:
+                await self._cancel()
+            raise
+
+    async def _submit(self, packed: bytes) -> None:
+        while True:
+            try:
+                await self.connection.json(
+                    "PUT",
+                    f"/jobs/{self.id}",
+                    doing=self.doing,
+                    content=packed,
+                    headers={"content-type": "application/json", "content-encoding": "gzip"},
+                )
+                return
+            except StatusError as error:
+                if error.code != NOT_REGISTERED or self.restore is None:
+                    raise
+                await self.restore()
+
+    async def _follow(self, last: int) -> AsyncGenerator[tuple[int, str, dict[str, Any]]]:
+        patience = self.connection.patience()
+        while True:
+            try:
+                headers = {"last-event-id": str(last)}
+                async with self.connection.stream(
+                    f"/jobs/{self.id}/events", doing=self.doing, headers=headers
+                ) as response:
+                    patience.well()
+                    async with contextlib.aclosing(_read_events(response)) as read:
+                        async for number, kind, data in read:
+                            last = number
+                            yield number, kind, data
+                            if kind in FINAL:
+                                return
+                cut: Exception = client_library().RemoteProtocolError("the stream of events ended early")
+            except self.connection.cut as error:
+                cut = error
+            except StatusError as error:
+                if error.status not in AGAIN:
+                    raise
+                cut = error
+            await patience.wait(cut, self.doing)
+
+    async def _cancel(self) -> None:
+        """Ask for the job's end; what it had come to is the outcome."""
+        try:
+            async with asyncio.timeout(CANCEL_S):
+                state = await self.connection.json("POST", f"/jobs/{self.id}/cancel", doing=self.doing)
+        except (ServiceError, TimeoutError) as error:
+            # A job that was never accepted is none: there is nothing to warn of.
+            if not (isinstance(error, StatusError) and error.code == NO_JOB):
+                log.warning(
+                    "%s: the server could not be told to stop (%s); the step may still be made", self.doing, error
+                )
+            return
+        if state["state"] in FINAL:
+            self.outcome = {key: state[key] for key in ("state", "step", "result", "error")}
+
+
+async def _read_events(response: Any) -> AsyncGenerator[tuple[int, str, dict[str, Any]]]:
+    """Server-sent events, as `artnb serve` writes them; a torn one is left out."""
+    event: dict[str, str] = {}
+    async with contextlib.aclosing(response.aiter_lines()) as lines:
+        async for line in lines:
+            if line:
+                name, _, value = line.partition(":")
+                event[name] = value.removeprefix(" ")
+                continue
+            if event.keys() >= {"id", "event", "data"}:
+                yield int(event["id"]), event["event"], json.loads(event["data"])
+            event = {}
