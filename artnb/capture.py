@@ -348,7 +348,7 @@ def append_choice(traj: Trajectory, record: ChoiceRecord) -> None:
     for history in histories:
         items = history.messages_and_choices
         same_tools = (history.tools or []) == (tools or []) or (not items and history.tools is None)
-        if same_tools and len(items) <= len(asked) and _comparables(items) == asked[: len(items)]:
+        if same_tools and len(items) <= len(asked) and comparables(items) == asked[: len(items)]:
             target = history
             break
     if target is None:
@@ -360,7 +360,7 @@ def append_choice(traj: Trajectory, record: ChoiceRecord) -> None:
     target.tools = tools or target.tools
 
 
-def _comparables(items: Sequence[MessageOrChoice]) -> list[dict[str, Any]]:
+def comparables(items: Sequence[MessageOrChoice]) -> list[dict[str, Any]]:
     return [_comparable(cast(dict[str, Any], message)) for message in messages_of(items)]
 
 

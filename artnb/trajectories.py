@@ -193,11 +193,29 @@ def messages_of(items: Sequence[MessageOrChoice]) -> Messages:
     return cast(Messages, messages)
 
 
+_RECORDED = "artnb_trajectory"
+
+
+def attach_trajectory(error: BaseException, trajectory: Trajectory) -> None:
+    """Let `error` carry what its rollout had recorded when it failed: a group made of it keeps that."""
+    setattr(error, _RECORDED, trajectory)
+
+
+def recorded_trajectory(error: BaseException) -> Trajectory | None:
+    """What `attach_trajectory` attached, also to the cancellation of a rollout that ran past its limit."""
+    trajectory: Trajectory | None = getattr(error, _RECORDED, None)
+    if trajectory is None and isinstance(error, TimeoutError) and error.__cause__ is not None:
+        trajectory = getattr(error.__cause__, _RECORDED, None)
+        if trajectory is not None:
+            trajectory.stop_reason, trajectory.error = StopReason.TIMEOUT, ExceptionRecord.of(error)
+    return trajectory
+
+
 class TrajectoryGroup(pydantic.BaseModel):
     """Trajectories of one scenario, compared with each other.
 
-    Made from trajectories (exceptions among them are recorded), or from awaitables, which gives an
-    awaitable group: pass it to `gather_trajectory_groups`, or await it.
+    Made from trajectories (exceptions among them are recorded; one that carries its trajectory is on that), or from
+    awaitables, which gives an awaitable group: pass it to `gather_trajectory_groups`, or await it.
 
         groups = await art.gather_trajectory_groups(
             art.TrajectoryGroup(rollout(model, s) for _ in range(8)) for s in scenarios)
@@ -239,9 +257,10 @@ class TrajectoryGroup(pydantic.BaseModel):
     ) -> None:
         items = self.__dict__.pop("_items", None)
         items = list(trajectories) if items is None else items
-        raised = [item for item in items if isinstance(item, BaseException)] + list(exceptions)
+        kept = [(isinstance(item, BaseException) and recorded_trajectory(item)) or item for item in items]
+        raised = [item for item in kept if isinstance(item, BaseException)] + list(exceptions)
         super().__init__(
-            trajectories=[item for item in items if not isinstance(item, BaseException)],
+            trajectories=[item for item in kept if not isinstance(item, BaseException)],
             exceptions=[ExceptionRecord.of(e) if isinstance(e, BaseException) else e for e in raised],
             metadata=metadata or {},
             metrics=metrics or {},

@@ -35,8 +35,9 @@ def measure(
     scored = [t for t in trajectories if is_scored(t)]
     rewards = [float(t.reward) for t in scored if t.reward is not None]
     records = [record for group in groups for record in group.exceptions]
+    rollouts = len(trajectories) + len(records)
+    records += [t.error for t in trajectories if t.error is not None]
     exceptions = Counter(record.type.rpartition(".")[2] for record in records)
-    rollouts = len(trajectories) + exceptions.total()
     rule, count = count_solved(scored, rewards, solved)
     cut = [choice for choice in choices if choice.finish_reason == "length"]
     correlation, compared = length_correlation(groups)

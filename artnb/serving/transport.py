@@ -20,6 +20,8 @@ from ..backend import ASGIApp
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
+    from ..notebook.loop import LoopThread
+
 T = TypeVar("T")
 IN_PROCESS_URL = "http://artnb.local/v1"
 """Base URL of in-process clients. It is never looked up."""
@@ -36,11 +38,13 @@ def make_async_client(app: ASGIApp, api_key: str = "in-process", base_url: str =
     return InProcessOpenAI(api_key=api_key, base_url=base_url, http_client=http, max_retries=0, timeout=None)
 
 
-def make_client(app: ASGIApp, api_key: str = "in-process", base_url: str = IN_PROCESS_URL) -> OpenAI:
-    """A synchronous OpenAI on `app`. Its `close` ends the thread that the app runs in."""
+def make_client(
+    app: ASGIApp, api_key: str = "in-process", base_url: str = IN_PROCESS_URL, *, thread: LoopThread | None = None
+) -> OpenAI:
+    """A synchronous OpenAI on `app`. The app runs in `thread`, or in one of the client's own that its `close` ends."""
     from openai import OpenAI
 
-    http = client_library().Client(transport=InProcessSyncTransport(app), timeout=None, base_url=base_url)
+    http = client_library().Client(transport=InProcessSyncTransport(app, thread), timeout=None, base_url=base_url)
     return OpenAI(api_key=api_key, base_url=base_url, http_client=http, max_retries=0, timeout=None)
 
 
@@ -78,11 +82,12 @@ class InProcessTransport:
 
 
 class InProcessSyncTransport:
-    """Synchronous transport: the app runs in a thread that starts with the first request."""
+    """Synchronous transport: the app runs in `thread`, which is not closed here; None is one of its own."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, thread: LoopThread | None = None) -> None:
         self._app = app
-        self._thread = _LoopThread()
+        self._thread: LoopThread | _LoopThread = _LoopThread() if thread is None else thread
+        self._owns_thread = thread is None
 
     def handle_request(self, request: Any) -> Any:
         exchange = _Exchange(self._app, _scope(request), request.read(), _read_timeout(request))
@@ -96,7 +101,8 @@ class InProcessSyncTransport:
         self.close()
 
     def close(self) -> None:
-        self._thread.close()
+        if self._owns_thread:
+            self._thread.close()
 
 
 class _Exchange:
@@ -195,7 +201,7 @@ class _AsyncBody:
 
 
 class _SyncBody:
-    def __init__(self, exchange: _Exchange, thread: _LoopThread) -> None:
+    def __init__(self, exchange: _Exchange, thread: LoopThread | _LoopThread) -> None:
         self._exchange = exchange
         self._thread = thread
 

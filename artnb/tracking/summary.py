@@ -11,7 +11,10 @@ from ..trajectories import TrajectoryGroup
 
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """`reward` (mean over scored trajectories), its spread inside groups, and the mean of every metric."""
+    """`reward` (mean over scored trajectories), its spread inside groups, and the mean of every metric.
+
+    `exceptions` counts the rollouts that failed, with a trajectory or without one.
+    """
     scored = [[t.reward for t in g if t.reward is not None and math.isfinite(t.reward)] for g in groups]
     rewards = [r for rewards in scored for r in rewards]
     values: dict[str, list[float]] = defaultdict(list)
@@ -27,5 +30,5 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         summary["reward_std_in_groups"] = statistics.fmean(spreads)
     if groups:
         summary["trajectories"] = float(sum(len(g) for g in groups))
-        summary["exceptions"] = float(sum(len(g.exceptions) for g in groups))
+        summary["exceptions"] = float(sum(len(g.exceptions) + sum(t.error is not None for t in g) for g in groups))
     return summary
