@@ -15,7 +15,7 @@ ArtnbError
 ├── TrainError (RuntimeError)         a step failed; `phase` and `memory` say where
 │   └── NonFiniteGradientError        too many steps in a row had NaN or infinite gradients
 ├── CheckpointError (RuntimeError)    a checkpoint folder is incomplete, foreign, in use, or cannot be written
-├── ServiceError (RuntimeError)       a training service refused or could not be reached; `status` is HTTP's
+├── ServiceError (RuntimeError)       a training service or a hub refused or was not reached; `status` is HTTP's
 └── JudgeError (RuntimeError)         an LLM judge gave no usable answer
 
 A rollout's own exception is never wrapped: it is recorded on its group as it was raised.
@@ -106,7 +106,7 @@ class CheckpointError(ArtnbError, RuntimeError):
 
 
 class ServiceError(ArtnbError, RuntimeError):
-    """A training service refused a request or could not be reached; `status` is HTTP's, None without an answer."""
+    """A training service or a hub refused, or could not be reached; `status` is HTTP's, None without an answer."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)

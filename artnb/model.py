@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import tempfile
 from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .asked_model import Model as Model
+from .backend import HasCheckpointFiles
 from .capture import Collector
 from .config import LoraConfig, TrainConfig, TrainSFTConfig
-from .errors import ConfigError
+from .errors import CheckpointError, ConfigError
+from .exported import Exported
+from .hub import check_repo_id, push_folder
 from .notebook.loop import spawn, ticking
 from .tracking.choose import configure, track
 from .tracking.history import History
-from .training.checkpoints import steps_to_delete
+from .training.checkpoints import CheckpointStore, steps_to_delete
 from .training.sft_data import SFTData, read_trajectories
 from .trajectories import TrajectoryGroup
 
@@ -226,13 +230,111 @@ class TrainableModel(Model):
         backend = await self.ready()
         return await backend.get_step(self)
 
-    async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward", *, keep_last: int = 1) -> list[int]:
-        """Delete all checkpoints but the newest `keep_last` and the best by a metric of the history."""
+    async def checkpoints(self) -> list[int]:
+        """Steps whose complete checkpoints are kept, ascending; each is served as `name@step`."""
         backend = await self.ready()
-        steps = await backend.checkpoints(self)
-        gone = steps_to_delete(steps, self.history(), best_checkpoint_metric, keep_last)
-        await backend.delete_checkpoints(self, gone)
+        return await backend.checkpoints(self)
+
+    async def delete_checkpoints(
+        self,
+        best_checkpoint_metric: str = "val/reward",
+        *,
+        keep_last: int = 1,
+        keep_best: int = 1,
+        lower_is_better: bool = False,
+    ) -> list[int]:
+        """Delete all checkpoints but the newest `keep_last` and the best `keep_best` by a metric of the history.
+
+        Returns the deleted steps. While the metric has no value for any of them, nothing is deleted.
+        """
+        backend = await self.ready()
+        gone = steps_to_delete(
+            await backend.checkpoints(self),
+            self.history(),
+            best_checkpoint_metric,
+            keep_last,
+            keep_best=keep_best,
+            lower_is_better=lower_is_better,
+        )
+        if gone:
+            await backend.delete_checkpoints(self, gone)
         return gone
+
+    async def export(
+        self,
+        path: str | Path,
+        step: int | None = None,
+        *,
+        format: Literal["merged", "adapter"] = "merged",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        base_model: str | Path | None = None,
+    ) -> Exported:
+        """Write a checkpoint (None: the newest) to a folder that other programs load; from disk, without a backend.
+
+        print(await model.export("out/agent", step=30))  # the folder, and the lines that serve it
+
+        Args:
+            path: a new or empty folder, or an earlier export, which is replaced.
+            format: "merged", a full model as safetensors with its tokenizer, for transformers, vLLM, Ollama and
+                llama.cpp; "adapter", the PEFT folder.
+            dtype: of merged weights; "auto" is what the base model's files have.
+            base_model: merge into these weights, e.g. the full-precision ones of a base that is quantized.
+
+        Raises: ConfigError, ModelError, CheckpointError; see docs/checkpoints.md.
+        """
+        folder = await self._checkpoint_folder(step)
+        try:
+            from .training.export import Source, export_checkpoint
+        except ImportError as error:
+            raise ConfigError(f'model.export needs {error.name}: pip install "artnb[local]"') from error
+        source = Source(folder, self.name, step, self.base_model)
+        base = None if base_model is None else str(base_model)
+        return await asyncio.to_thread(export_checkpoint, source, path, format=format, dtype=dtype, base_model=base)
+
+    async def push_to_hub(
+        self,
+        repo_id: str,
+        step: int | None = None,
+        *,
+        format: Literal["merged", "adapter"] = "adapter",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        base_model: str | Path | None = None,
+        private: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Export a checkpoint and push it to the Hugging Face hub, with a model card; returns the repository's URL.
+
+        `token=None` takes what `hf auth login` or HF_TOKEN gave; it is kept nowhere. Raises: as `export`; ServiceError
+        with the hub's answer.
+        """
+        check_repo_id(repo_id)
+        with tempfile.TemporaryDirectory(prefix="artnb-push-") as folder:
+            made = Path(folder) / "export"
+            exported = await self.export(made, step, format=format, dtype=dtype, base_model=base_model)
+            return await asyncio.to_thread(
+                push_folder,
+                exported,
+                repo_id,
+                private=private,
+                token=token,
+                revision=revision,
+                commit_message=commit_message,
+            )
+
+    async def _checkpoint_folder(self, step: int | None) -> Path:
+        """The PEFT folder of a checkpoint on this machine's disk."""
+        if self._backend is None:
+            store = CheckpointStore(self.folder)
+            newest = store.latest() if step is None else step
+            if newest is None:
+                raise CheckpointError(f"{self.name} is not registered, and there is no checkpoint in {store.root}")
+            return store.path(newest)
+        backend = await self.ready()
+        if not isinstance(backend, HasCheckpointFiles):
+            raise ConfigError(f"{type(backend).__name__} does not give out the files of checkpoints")
+        return await backend.pull_checkpoint(self, step)
 
     def collector(self) -> Collector:
         """Captured and scored trajectories that wait for `train()`."""

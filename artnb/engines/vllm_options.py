@@ -137,7 +137,7 @@ def engine_args(options: VllmOptions, *, in_process: bool) -> Any:
         "kv_cache_memory_bytes": options.kv_cache_bytes,
         "max_num_batched_tokens": options.batched_tokens,
         "enable_lora": True,
-        "max_lora_rank": _lora_rank(options.max_lora_rank),
+        "max_lora_rank": lora_slots(options.max_lora_rank),
         "max_loras": options.max_adapters,
         "max_cpu_loras": max(16, 2 * options.max_adapters),
         "enforce_eager": options.enforce_eager or not cuda,
@@ -159,7 +159,7 @@ def engine_args(options: VllmOptions, *, in_process: bool) -> Any:
     return kind(**{k: v for k, v in arguments.items() if v is not None} | dict(options.extra))
 
 
-def _lora_rank(rank: int) -> int:
+def lora_slots(rank: int) -> int:
     """The smallest rank that vLLM has kernels for."""
     for size in LORA_RANKS:
         if rank <= size:

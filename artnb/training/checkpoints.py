@@ -317,19 +317,24 @@ def steps_to_delete(
     history: pd.DataFrame,
     best_checkpoint_metric: str = "val/reward",
     keep_last: int = 1,
+    *,
+    keep_best: int = 1,
+    lower_is_better: bool = False,
 ) -> list[int]:
-    """All of `steps` but the newest `keep_last` and the one with the highest `best_checkpoint_metric`.
+    """All of `steps` but the newest `keep_last` and the `keep_best` with the highest `best_checkpoint_metric`.
 
     `history` has a column "step" and one per metric (`History.metrics()`). Among equals the newest step is kept. NaN
     and infinite values do not count. While the metric has no value for any step, the best is unknown: nothing is
-    deleted, and a warning says so.
+    deleted, and a warning says so. With `keep_best=0` the metric is not looked at.
     """
     if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
         raise ConfigError(f"keep_last={keep_last!r} must be a whole number from 1: the newest checkpoint always stays")
+    if isinstance(keep_best, bool) or not isinstance(keep_best, int) or keep_best < 0:
+        raise ConfigError(f"keep_best={keep_best!r} must be a whole number from 0")
     ordered = sorted(set(steps))
     candidates = ordered[:-keep_last]
-    if not candidates:
-        return []
+    if not candidates or keep_best == 0:
+        return candidates
     values: dict[int, float] = {}
     if best_checkpoint_metric in history.columns:
         means = history.groupby("step")[best_checkpoint_metric].mean()
@@ -345,8 +350,9 @@ def steps_to_delete(
             hint,
         )
         return []
-    best = max(values, key=lambda step: (values[step], step))
-    return [step for step in candidates if step != best]
+    sign = -1.0 if lower_is_better else 1.0
+    best = sorted(values, key=lambda step: (sign * values[step], step))[-keep_best:]
+    return [step for step in candidates if step not in best]
 
 
 def _folder_name(step: int) -> str:
