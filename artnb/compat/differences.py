@@ -1,0 +1,5 @@
+"""What of ART artnb has not, and why."""
+
+
+def reason(name: str) -> str:
+    return ""
