@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .config import TrainConfig
 from .errors import ConfigError, nearest
 from .events import EVENTS
 from .notebook.loop import run_sync
+from .state import merged, read_state, write_state
 from .tracking.choose import check_report_metrics, configure, track
 from .tracking.history import History
 from .tracking.summary import summarize
@@ -39,6 +41,8 @@ class Model:
     """
 
     trainable = False
+    # Annotations such as Model[MyConfig] are for readers: `config` is whatever was given.
+    __class_getitem__ = classmethod(GenericAlias)
 
     def __init__(
         self,
@@ -122,6 +126,30 @@ class Model:
             )
 
         return cast("ChatCompletion", run_sync(ask))
+
+    def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
+        """What `litellm.acompletion(messages=..., **params)` needs to ask this model."""
+        name = self.get_inference_name(step)
+        return {
+            "model": f"hosted_vllm/{name}" if self.trainable else name,
+            "base_url": self.inference_base_url,
+            "api_key": self.inference_api_key,
+            "temperature": 1,
+        }
+
+    def read_state(self) -> dict[str, Any] | None:
+        """What `overwrite_state` or `merge_state` kept last, also in an earlier kernel; None if nothing."""
+        return read_state(self.folder)
+
+    def overwrite_state(self, state: dict[str, Any]) -> None:
+        """Keep a JSON object beside the history, in place of the one that is there."""
+        write_state(self.folder, state)
+
+    def merge_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Lay `state` over what is kept, objects inside of it too; returns what is kept now."""
+        both = merged(self.read_state() or {}, state)
+        self.overwrite_state(both)
+        return both
 
     def _history(self) -> History:
         return History(self.folder)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from .compat.options import train_config
 from .config import TrainConfig
 from .errors import ConfigError
 from .trajectories import TrajectoryGroup
@@ -111,13 +112,8 @@ def check_groups(trajectory_groups: Iterable[TrajectoryGroup]) -> list[Trajector
 
 
 def chosen_config(config: TrainConfig | None, options: dict[str, Any]) -> TrainConfig:
-    """The options of a step, given as a whole or one by one. Raises ConfigError."""
-    if config is not None and options:
-        raise ConfigError(f"train: give either config=TrainConfig(...) or single options, not both: {list(options)}")
-    chosen = config or TrainConfig(**options)
-    if not isinstance(chosen, TrainConfig):
-        raise ConfigError(f"train: config must be an art.TrainConfig, not {type(chosen).__name__}")
-    return chosen
+    """The options of a step, given as a whole or one by one, by ART's names too. Raises ConfigError."""
+    return train_config(config, options)
 
 
 @runtime_checkable

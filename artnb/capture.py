@@ -225,12 +225,16 @@ def remove_server(host: str, port: int) -> None:
 def trajectory(group: Hashable = None, **fields: Any) -> TrajectoryScope:
     """Record every choice that is sampled inside the block. `with` or `async with` gives the Trajectory.
 
+    `await trajectory(coroutine)` is `capture_auto_trajectory(coroutine)`.
+
     `group` names the scenario that trajectories are compared within; without it, those with the same
     opening messages and tools are. `fields` are Trajectory's. The reward starts as None: unscored.
 
         async with art.trajectory(group="task-7", metadata={"level": 2}) as t:
             t.reward = await play(model.openai_client())
     """
+    if asyncio.iscoroutine(group):
+        return cast(TrajectoryScope, capture_auto_trajectory(group))
     return TrajectoryScope(group, fields)
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .asked_model import Model as Model
 from .backend import HasCheckpointFiles
 from .capture import Collector
+from .compat.internal_config import translate, translate_lora
 from .config import LoraConfig, TrainConfig, TrainSFTConfig
 from .errors import CheckpointError, ConfigError
 from .exported import Exported
@@ -78,27 +80,59 @@ class TrainableModel(Model):
         base_model: str | Path,
         *,
         lora: LoraConfig | None = None,
+        lora_config: Mapping[str, Any] | None = None,
+        _internal_config: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        """
+        Args:
+            lora: the adapter.
+            lora_config: the same by ART's names (rank, alpha, target_modules, random_state).
+            _internal_config: options of LocalBackend and of the adapter by ART's names; translated, or refused.
+        """
         for option in ("inference_base_url", "inference_api_key"):
             if option in options:
                 raise ConfigError(f"TrainableModel: {option} comes from the backend; leave it out")
         super().__init__(name, project, **options)
+        if lora is not None and lora_config is not None:
+            raise ConfigError("TrainableModel: lora and lora_config say the same; give lora=art.LoraConfig(...)")
         self.base_model = str(base_model)
-        self.lora = lora or LoraConfig()
+        self.lora = lora or LoraConfig(**translate_lora(lora_config or {}))
+        self._asked: dict[str, Any] = {}
         self._backend: Backend | None = None
         self._registration: Registration | None = None
         self._client: AsyncOpenAI | None = None
+        self._internal_config = _internal_config
 
     @classmethod
     def _options(cls) -> list[str]:
-        return [*super()._options(), "base_model", "lora"]
+        return [*super()._options(), "base_model", "lora", "lora_config", "_internal_config"]
+
+    @property
+    def _internal_config(self) -> Mapping[str, Any] | None:
+        """ART's way to fit a small card. Raises ConfigError for what cannot be honoured, and after registering."""
+        return self._given_config
+
+    @_internal_config.setter
+    def _internal_config(self, config: Mapping[str, Any] | None) -> None:
+        if self._registration is not None:
+            raise ConfigError("_internal_config is read when the model is registered; set it before")
+        made = translate(config or {})
+        if made.dropped:
+            print(f"artnb: _internal_config: not needed here: {', '.join(made.dropped)}", flush=True)
+        self.lora = replace(self.lora, **made.lora) if made.lora else self.lora
+        self._given_config, self._asked = config, made.backend
 
     def register(self, backend: Backend) -> Registration:
         """Start serving and training this model on `backend`. Starts at once, with or without `await`."""
         running = self._registration
         failed = running is not None and running.done and running._future.exception() is not None
         if self._backend is not backend or running is None or failed:
+            if self._asked:
+                take = getattr(backend, "take_options", None)
+                if take is None:
+                    raise ConfigError(f"_internal_config: {type(backend).__name__} has no options {list(self._asked)}")
+                take(self._asked)
             self._backend = backend
             self._client = None
             self._registration = Registration(spawn(self._register(backend)))

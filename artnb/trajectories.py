@@ -193,6 +193,9 @@ def messages_of(items: Sequence[MessageOrChoice]) -> Messages:
     return cast(Messages, messages)
 
 
+get_messages, PydanticException = messages_of, ExceptionRecord  # ART's names
+
+
 _RECORDED = "artnb_trajectory"
 
 

@@ -144,6 +144,23 @@ class LocalBackend:
     def _models(self) -> dict[str, TrainedModel]:
         return {} if self._resident is None else self._resident.models
 
+    def take_options(self, options: Mapping[str, Any]) -> None:
+        """Options that a model asks for (ART's `_internal_config`), before anything is loaded.
+
+        Raises ConfigError for a wrong one, one that contradicts this backend's, and one that comes too late.
+        """
+        asked, default = LocalBackend(**options), LocalBackend()
+        for name in options:
+            mine, new = getattr(self, name), getattr(asked, name)
+            if mine == new:
+                continue
+            if self._resident is not None or mine != getattr(default, name):
+                why = "has loaded its base" if self._resident is not None else f"was made with {name}={mine!r}"
+                raise ConfigError(
+                    f"the model asks for {name}={new!r}, but this LocalBackend {why}; make it with {name}={new!r}"
+                )
+            setattr(self, name, new)
+
     def _key(self) -> tuple[object, ...]:
         """What makes two backends of a process the same."""
         where = (self.path.resolve(), self.host, self.port)

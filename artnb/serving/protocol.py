@@ -17,7 +17,10 @@ MAX_CHOICES = 128
 
 # Accepted, and without effect here: who asks, where OpenAI would keep or bill it.
 _HARMLESS = frozenset(
-    ("user", "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
+    (
+        *("user", "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+        *("safety_identifier", "return_token_ids"),  # token ids are in every answer
+    )
 )
 _HONOURED = frozenset(
     (
