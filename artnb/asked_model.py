@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from .config import TrainConfig
 from .errors import ConfigError, nearest
@@ -42,7 +42,7 @@ class Model:
 
     trainable = False
     # Annotations such as Model[MyConfig] are for readers: `config` is whatever was given.
-    __class_getitem__ = classmethod(GenericAlias)
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)
 
     def __init__(
         self,
