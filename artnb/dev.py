@@ -11,7 +11,7 @@ __all__ = ["EngineArgs", "InitArgs", "InternalModelConfig", "LoRAConfig", "PeftA
 
 
 class InternalModelConfig(dict[str, Any]):
-    """`TrainableModel(_internal_config=...)`: init_args, engine_args, peft_args. LocalBackend has options of its own."""
+    """`TrainableModel(_internal_config=...)`: init_args, engine_args, peft_args. LocalBackend has its own."""
 
 
 class InitArgs(dict[str, Any]):
