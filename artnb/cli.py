@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .errors import ArtnbError, ConfigError
+from .errors import ArtnbError, CheckpointError, ConfigError
 
 SUMMARY = "Train LLM agents by reinforcement learning from inside a notebook, on one GPU or none."
 
@@ -50,6 +50,17 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--load-in-fp8", action="store_true", help="base weights in FP8")
     plan.add_argument("--sleep", default=None, help="auto, always or never")
     _add_serve(commands)
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint as a model that other programs load",
+        description="Export a checkpoint as a merged model or a LoRA adapter; prints the lines that serve it.",
+    )
+    export.add_argument("model", type=Path, help="a model's folder, e.g. .art/games/models/agent, or a PEFT adapter's")
+    export.add_argument("out", type=Path, help="a new or empty folder, or an earlier export, which is replaced")
+    export.add_argument("--step", type=int, default=None, help="the newest without it")
+    export.add_argument("--format", default="merged", help="merged (the default) or adapter")
+    export.add_argument("--dtype", default="auto", help="of merged weights: float32, bfloat16, float16 or auto")
+    export.add_argument("--base-model", default=None, help="merge into these weights instead of the base model's own")
     return top
 
 
@@ -90,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; a known error becomes one line and exit code 1."""
     options = parser().parse_args(argv)
     try:
-        {"quickstart": _quickstart, "plan": _plan, "serve": _serve}[options.command](options)
+        {"quickstart": _quickstart, "plan": _plan, "serve": _serve, "export": _export}[options.command](options)
     except ArtnbError as error:
         print(f"artnb: {error}", file=sys.stderr)
         return 1
@@ -142,6 +153,27 @@ def _serve(options: argparse.Namespace) -> None:
         say=lambda line: print(f"artnb: {line}", flush=True),
         **_chosen(options, *names, "sleep", "gpu_memory_utilization", "served_checkpoints", "seed"),
     )
+
+
+def _export(options: argparse.Namespace) -> None:
+    try:
+        from .training.export import Source, export_checkpoint
+    except ImportError as error:
+        raise ConfigError(f'artnb export needs {error.name}: pip install "artnb[local]"') from error
+    from .training.checkpoints import CheckpointStore
+
+    folder, step = options.model, options.step
+    if not (folder / "adapter_config.json").is_file():
+        store = CheckpointStore(folder)
+        step = store.latest() if step is None else step
+        if step is None:
+            raise CheckpointError(f"{folder} holds neither checkpoints nor a PEFT adapter")
+        folder = store.path(step)
+    elif step is not None:
+        raise ConfigError(f"--step is for a model's folder; {folder} is one adapter")
+    source = Source(folder, options.model.resolve().name, step)
+    chosen = {"format": options.format, "dtype": options.dtype, "base_model": options.base_model}
+    print(export_checkpoint(source, options.out, **chosen))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,10 @@ class Exported:
         at = self.name if self.step is None else f"{self.name}@{self.step}"
         lines = [f"{at} as a {what} in {self.path}"]
         if self.max_logit_difference is not None:
-            lines.append(f"largest difference of a logit from base and adapter: {self.max_logit_difference:.3g}")
+            lines.append(
+                f"largest difference of a logit from base and adapter: {self.max_logit_difference:.3g}, "
+                f"both computed in {self.dtype}"
+            )
         lines += [f"note: {note}" for note in self.notes]
         lines.append(self.vllm)
         if self.format == "merged":

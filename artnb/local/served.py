@@ -51,6 +51,7 @@ class ServedBase:
         self.api_key = secrets.token_urlsafe(24)
         self.app: ASGIApp = create_app(engine, self.chat, self, api_key=self.api_key, captures=captures)
         self.models: dict[str, TrainedModel] = {}
+        self.quantized = "4-bit" if backend.load_in_4bit else "FP8" if backend.load_in_fp8 else None
         self._told = (backend.device, backend.dtype)
         self._served_checkpoints = backend.served_checkpoints
         self._older: OrderedDict[AdapterRef, None] = OrderedDict()

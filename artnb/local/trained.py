@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -71,6 +71,7 @@ class TrainedModel:
         self.trainer: Trainer | None = None
         self.warned_cut = False
         self._seed = 0
+        self._quantized: str | None = None  # how the base's weights are held, where that is not what their files say
         self._sampled = (0, 0.0)  # tokens and seconds of the engine when the last step was committed
         self._mismatched = 0  # steps in a row whose sampler and trainer disagreed
         self._turn = Turn()
@@ -99,6 +100,7 @@ class TrainedModel:
     async def attach(self, base: ServedBase, *, seed: int) -> None:
         """Resume at the newest complete checkpoint, or make checkpoint 0; then serve it."""
         self._seed = seed
+        self._quantized = base.quantized
         path = await asyncio.to_thread(self._resume, base)
         await base.engine.load_adapter(AdapterRef(self.name, self.step), path)
         self.base = base
@@ -198,7 +200,10 @@ class TrainedModel:
                 for other in others:
                     other.result()
 
-        return self.store.save(step, write, {"metrics": metrics, "model": self.name, "base_model": self.base_model})
+        state: dict[str, Any] = {"metrics": metrics, "model": self.name, "base_model": self.base_model}
+        if self._quantized is not None:
+            state["quantized"] = self._quantized
+        return self.store.save(step, write, state)
 
     def check_mismatch(self, result: TrainResult, config: TrainConfig) -> None:
         """Stop a run whose rollouts no longer come from the policy that is trained. The step itself is kept.

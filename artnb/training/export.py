@@ -241,8 +241,10 @@ def _written(path: Path, source: Path) -> Iterator[tuple[Path, Path]]:
     try:
         into.mkdir(parents=True)
         yield target, into
+        mode = (into / EXPORT_FILE).stat().st_mode
         for file in into.rglob("*"):
             if file.is_file():
+                file.chmod(mode)  # safetensors lets only the owner read; a server may be another user
                 sync_file(file)
         if target.exists():
             target.rename(aside)
