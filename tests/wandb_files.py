@@ -13,7 +13,8 @@ from typing import Any
 
 def run_folders(folder: Path) -> list[Path]:
     """The folders of W&B's runs below `folder`, oldest first."""
-    return sorted(path.parent for path in (folder / "wandb").glob("*run-*/run-*.wandb"))
+    files = (folder / "wandb").glob("*run-*/run-*.wandb")
+    return [path.parent for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)]
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ and the next session tells the tracker what it missed. Knows no tracker by name 
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import time
@@ -61,9 +60,6 @@ class Follower:
     def _follow(self) -> None:
         try:
             tracked = self.tracker.open(self._run, self._state)
-            # Again, for the last to register is the first to be called: before what the tracker's library does at exit.
-            atexit.unregister(TRACKING.close)
-            atexit.register(TRACKING.close)
             try:
                 for logged in self._missed() if self.tracker.resumes else ():
                     self._tell(tracked, logged)
@@ -73,7 +69,8 @@ class Follower:
                 tracked.close()
         except Exception as error:
             logger.warning(
-                "%s is no longer reported to %s (%s: %s); training goes on and the history has everything",
+                "%s is not reported to %s (%s: %s); training goes on, the history has everything, and the next session "
+                "sends what is missing",
                 *(self._run.name, self.tracker.name, type(error).__name__, _first_line(error)),
             )
             logger.debug("the tracker %s failed", self.tracker.name, exc_info=True)
@@ -120,7 +117,7 @@ class Tracking:
         with self._lock:
             if not self._listens:
                 EVENTS.subscribe(self._hear)
-                atexit.register(self.close)
+                threading.Thread(target=self._close_at_end, name="artnb-tracking-end").start()
                 self._listens = True
             self._runs[key] = (run, [Follower(tracker, run) for tracker in trackers])
 
@@ -143,6 +140,11 @@ class Tracking:
         with self._lock:
             runs, self._runs = list(self._runs.values()), {}
         _end([follower for _, followers in runs for follower in followers])
+
+    def _close_at_end(self) -> None:
+        """Not by atexit: it would come after the hooks of libraries that a tracker imports, which end what is open."""
+        threading.main_thread().join()
+        self.close()
 
     def _hear(self, event: Event) -> None:
         if event.kind == "progress" or event.model not in self._runs:

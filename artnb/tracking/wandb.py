@@ -8,10 +8,11 @@ offline, to be sent later by `wandb sync`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +30,8 @@ REACH_S = 5.0
 INIT_S = 30.0
 Mode = Literal["online", "offline", "disabled"]
 _MODES: tuple[Mode, ...] = ("online", "offline", "disabled")
+_DELETED = "previously created and deleted"
+"""What W&B says of the id of a run that somebody deleted there: it cannot be used again."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class WandbTracker:
     directory: str | Path | None = None
     trajectories: bool = False
     finish_timeout: float = 30.0
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold a key
     name = "wandb"
     resumes = True
 
@@ -80,47 +83,51 @@ class WandbTracker:
         state.update(id=run_id, project=project, entity=entity)
         directory = self.directory or os.environ.get("WANDB_DIR") or run.folder
         Path(directory).mkdir(parents=True, exist_ok=True)
+        asked = self._mode()
+        why = why_not_online(self._settings()) if asked == "online" else None
+        mode: Mode = "offline" if why else asked
 
-        def start(mode: Mode) -> Run:
-            return wandb.init(
-                project=project,
-                entity=entity,
-                id=run_id,
-                name=run.run_name,
-                group=self.group,
-                tags=self.tags,
-                notes=self.notes,
-                config=run.config,
-                dir=directory,
-                mode=mode,
-                resume="allow",
-                reinit="create_new",  # beside a run of the user's own
-                settings=self._settings(),
-            )
+        def start(run_id: str) -> Run:
+            with contextlib.nullcontext() if mode == "online" else _quiet_weave():
+                return wandb.init(
+                    project=project,
+                    entity=entity,
+                    id=run_id,
+                    name=run.run_name,
+                    group=self.group,
+                    tags=self.tags,
+                    notes=self.notes,
+                    config=run.config,
+                    dir=directory,
+                    mode=mode,
+                    resume="allow",
+                    reinit="create_new",  # beside a run of the user's own
+                    settings=self._settings(),
+                )
 
-        mode = self._mode()
-        why = why_not_online(self._settings()) if mode == "online" else None
-        started = start("disabled") if mode == "disabled" else None
-        if mode == "online" and why is None:
-            try:
-                started = start("online")
-                print(f"artnb: {run.name} is reported to {started.url}", flush=True)
-            except Exception as error:
-                why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if started is None:
-            started = start("offline")
-            folder = Path(started.dir).parent
-            if why is None:
-                print(
-                    f"artnb: {run.name} is reported to W&B's files in {folder}; send: wandb sync {folder}", flush=True
-                )
-            else:
-                logger.warning(
-                    "%s is not reported to W&B online: %s. It is written to W&B's files; send them later with: "
-                    "wandb sync %s",
-                    *(run.name, why, folder),
-                )
+        try:
+            started = start(run_id)
+        except wandb.Error as error:
+            if self.id or _DELETED not in str(error):
+                raise
+            run_id = secrets.token_hex(4)
+            state.update(id=run_id, rows=0, until=0.0)
+            started = start(run_id)
+        self._say(run, mode, why, started)
         return WandbRun(started, state, History(run.folder) if self.trajectories else None)
+
+    def _say(self, run: RunInfo, mode: Mode, why: str | None, started: Run) -> None:
+        folder = Path(started.dir).parent
+        if why:
+            logger.warning(
+                "%s is not reported to W&B online: %s. It is written to W&B's files instead; send them later with: "
+                "wandb sync %s",
+                *(run.name, why, folder),
+            )
+        elif mode == "online":
+            print(f"artnb: {run.name} is reported to {started.url}", flush=True)
+        elif mode == "offline":
+            print(f"artnb: {run.name} is reported to W&B's files; send them with: wandb sync {folder}", flush=True)
 
     def _mode(self) -> Mode:
         import wandb
@@ -143,26 +150,40 @@ class WandbTracker:
 
 
 def why_not_online(settings: Settings) -> str | None:
-    """In words; None where there is a key and somebody answers. Takes REACH_S at most, asks nothing of the user."""
+    """In words; None where W&B answers and knows the key. Asks nothing of the user."""
     import requests
     import wandb
 
     known = wandb.setup().settings
-    try:
-        if not (settings.api_key or known.api_key or wandb.login(prompt=False, verify=False)):
-            return "no API key was found (set WANDB_API_KEY, or run `wandb login` once)"
-    except wandb.Error as error:  # a key that is none
-        return str(error).partition("\n")[0]
     url = settings.base_url if "base_url" in settings.model_fields_set else known.base_url
     proxies = {scheme: proxy for scheme, proxy in (("http", known.http_proxy), ("https", known.https_proxy)) if proxy}
     try:
-        # Any answer will do. wandb.init itself would try for a minute and more.
-        requests.get(
-            url, timeout=REACH_S, proxies=proxies, verify=not known.insecure_disable_ssl, allow_redirects=False
-        )
+        # Any answer will do. The library itself would try for a minute and more.
+        requests.head(url, timeout=REACH_S, proxies=proxies, verify=not known.insecure_disable_ssl)
     except requests.RequestException as error:
         return f"{url} cannot be reached ({type(error).__name__})"
-    return None
+    if settings.api_key or wandb.run is not None:  # a run of the user's own: the session has its key
+        return None
+    try:
+        found = wandb.login(prompt=False, verify=True)
+    except wandb.Error as error:
+        return str(error).partition("\n")[0]
+    return None if found else "no API key was found (set WANDB_API_KEY, or run `wandb login` once)"
+
+
+@contextlib.contextmanager
+def _quiet_weave() -> Iterator[None]:
+    """Where weave is imported, wandb.init (0.31) starts it with every run, also offline, and that asks for a key."""
+    name = "WANDB_DISABLE_WEAVE"
+    before = os.environ.get(name)
+    os.environ[name] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 class WandbRun:
