@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Generator, Iterable, Sequence
 from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from openai.types.chat import ChatCompletion
 
+    from .backend import Backend
     from .notebook.dashboard import Dashboard
     from .notebook.inspector import Inspector
     from .tracking.tracker import Tracker
@@ -75,6 +76,9 @@ class Model:
         self._api_key = inference_api_key
         self._inference_model_name = inference_model_name
         self._step_mark = "@"
+        self.id: str | None = None  # at a service that has such
+        self.run_id: str | None = None
+        self._backend: Backend | None = None
 
     @classmethod
     def _options(cls) -> list[str]:
@@ -108,6 +112,19 @@ class Model:
     def serve_as(self, name: str, *, step_mark: str) -> None:
         """For backends whose endpoint has names of its own: checkpoint 3 is `<name><step_mark>3` there."""
         self._inference_model_name, self._step_mark = name, step_mark
+
+    def register(self, backend: Backend) -> Awaitable[None]:
+        """Keep the history where `backend` keeps its models'. Nothing is loaded: a model of this kind is asked only."""
+        self._backend = backend
+        if (path := getattr(backend, "path", None)) is not None:
+            self.base_path = Path(path)
+        return _Done()
+
+    def backend(self) -> Backend:
+        """The backend; raises if the model was never registered."""
+        if self._backend is None:
+            raise ConfigError(f"{self.name} is not registered; call `await model.register(art.LocalBackend())` first")
+        return self._backend
 
     def openai_client(self) -> AsyncOpenAI:
         """An `openai.AsyncOpenAI` for this model's endpoint."""
@@ -252,6 +269,13 @@ class Model:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, project={self.project!r})"
+
+
+class _Done(Awaitable[None]):
+    """What has happened already; may be awaited, or left."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from ()
 
 
 def check_model_name(name: str) -> None:

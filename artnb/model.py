@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import tempfile
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Awaitable, Generator, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .backend import ASGIApp, Backend, TrainResult
 
 
-class Registration:
+class Registration(Awaitable[None]):
     """A registration that has started. Await it, or go on: what needs it waits for it."""
 
     def __init__(self, future: concurrent.futures.Future[None]) -> None:
@@ -99,7 +99,6 @@ class TrainableModel(Model):
         self.base_model = str(base_model)
         self.lora = lora or LoraConfig(**translate_lora(lora_config or {}))
         self._asked: dict[str, Any] = {}
-        self._backend: Backend | None = None
         self._registration: Registration | None = None
         self._client: AsyncOpenAI | None = None
         self._internal_config = _internal_config
@@ -123,8 +122,10 @@ class TrainableModel(Model):
         self.lora = replace(self.lora, **made.lora) if made.lora else self.lora
         self._given_config, self._asked = config, made.backend
 
-    def register(self, backend: Backend) -> Registration:
+    def register(self, backend: Backend, _openai_client_config: None = None) -> Registration:
         """Start serving and training this model on `backend`. Starts at once, with or without `await`."""
+        if _openai_client_config is not None:
+            raise ConfigError("register: the endpoint's options are LocalBackend's: host=, port=, engine_options=")
         running = self._registration
         failed = running is not None and running.done and running._future.exception() is not None
         if self._backend is not backend or running is None or failed:
@@ -142,12 +143,6 @@ class TrainableModel(Model):
     async def _register(self, backend: Backend) -> None:
         await backend.register(self)
         track(self)
-
-    def backend(self) -> Backend:
-        """The backend; raises if the model was never registered."""
-        if self._backend is None:
-            raise ConfigError(f"{self.name} is not registered; call `await model.register(art.LocalBackend())` first")
-        return self._backend
 
     async def ready(self) -> Backend:
         """Wait for the registration; returns the backend."""

@@ -193,7 +193,12 @@ def messages_of(items: Sequence[MessageOrChoice]) -> Messages:
     return cast(Messages, messages)
 
 
-get_messages, PydanticException = messages_of, ExceptionRecord  # ART's names
+PydanticException = ExceptionRecord  # ART's name
+
+
+def get_messages(messages_and_choices: Sequence[MessageOrChoice]) -> Messages:
+    """ART's name for `messages_of`."""
+    return messages_of(messages_and_choices)
 
 
 _RECORDED = "artnb_trajectory"
