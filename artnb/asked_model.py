@@ -42,6 +42,8 @@ class Model:
     """
 
     trainable = False
+    id: str | None = None  # at a service that has such
+    run_id: str | None = None
     # Annotations such as Model[MyConfig] are for readers: `config` is whatever was given.
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)
 
@@ -76,8 +78,6 @@ class Model:
         self._api_key = inference_api_key
         self._inference_model_name = inference_model_name
         self._step_mark = "@"
-        self.id: str | None = None  # at a service that has such
-        self.run_id: str | None = None
         self._backend: Backend | None = None
 
     @classmethod
