@@ -12,6 +12,7 @@ from ..backend import TrainResult
 from ..config import TrainConfig, TrainSFTConfig
 from ..errors import ConfigError
 from ..notebook.progress import Progress
+from ..tracking.history import KEPT_EXAMPLES
 from ..training.explain import cut_short, explain
 from ..training.ratios import keep_trainer_logprobs
 from ..training.rows import rows_from_groups
@@ -24,8 +25,6 @@ from ..trajectories import Trajectory, TrajectoryGroup
 from .trained import TrainedModel
 from .worker import StepInterrupted
 
-KEPT_EXAMPLES = 1000
-"""Trajectories of a supervised step that the history keeps: the data set is the user's own and stays where it is."""
 LOOP_HELD_S = 0.05
 """Seconds of tokenizing after which other tasks of the event loop get a turn."""
 

@@ -19,6 +19,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import compile_path
 
 from .. import __version__
 from ..capture_http import TRAJECTORY_HEADER
@@ -27,8 +28,8 @@ from ..local.served import ServedBase
 from ..serving.protocol import error_body
 from . import schema
 from .adapter_files import is_allowed
-from .guard import Guard, Limits
-from .hub import Hub, RefusedError
+from .guard import Guard, Limits, RefusedError
+from .hub import Hub
 from .uploads import TooLargeError, Uploads, WrongContentError
 from .wire import API
 
@@ -54,6 +55,26 @@ _TEXT = {
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     always = (400, 401, 408, 413, 415, 422, 429, 500, 503)
     return {s: {"model": schema.Error, "description": _TEXT[s]} for s in sorted({*always, *statuses})}
+
+
+def _sse(fields: list[str]) -> dict[str, Any]:
+    """A server-sent event."""
+    return {"type": "object", "properties": {f: {"type": "string"} for f in fields}, "required": fields}
+
+
+_CHAT = {
+    "description": "OpenAI's request: see its reference. What is not supported is a 400 that names it.",
+    "type": "object",
+    "required": ["model", "messages"],
+    "properties": {
+        "model": {"type": "string"},
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {"type": "object", "required": ["role"], "properties": {"role": {"type": "string"}}},
+        },
+    },
+}
 
 
 class _Route(APIRoute):
@@ -101,6 +122,11 @@ def create_app(hub: Hub, api_key: str, limits: Limits | None = None) -> Guard:
     app.add_exception_handler(RefusedError, _refused)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _failed)  # which goes on to the guard, to be logged
+    app.state.methods = [
+        (compile_path(path)[0], [method.upper() for method in methods])
+        for path, methods in app.openapi()["paths"].items()
+    ]
     return Guard(app, api_key, limits)
 
 
@@ -162,7 +188,7 @@ async def cancel_job(job_id: schema.JobId, hub: TheHub) -> schema.JobState:
 @api.get(
     "/jobs/{job_id}/events",
     response_class=StreamingResponse,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}, **_errors(404)},
+    responses={200: {"content": {"text/event-stream": {"schema": _sse(["id", "event", "data"])}}}, **_errors(404)},
 )
 async def events(
     job_id: schema.JobId, hub: TheHub, last_event_id: Annotated[int, Header(ge=0, le=2**53)] = 0
@@ -252,7 +278,8 @@ async def history(
     """Metrics of the steps after `after`, and which trajectories are kept of them."""
     kept = hub.hosted(project, name).trained.history
     metrics, saved = await asyncio.to_thread(lambda: (kept.metric_records(after), kept.saved()))
-    return schema.HistoryList(metrics=metrics, trajectories=[at for at in saved if at[0] > after])
+    kept_of = [schema.Saved(step=step, split=split) for step, split in saved if step > after]
+    return schema.HistoryList(metrics=metrics, trajectories=kept_of)
 
 
 @api.get(
@@ -310,19 +337,23 @@ async def served_models(hub: TheHub) -> schema.ModelList:
     return schema.ModelList(object="list", data=cards)
 
 
+@openai.get("/models/{name:path}", responses=_errors(404))
+async def served_model(name: str, hub: TheHub) -> schema.ModelCard:
+    """One of them."""
+    for card in (await served_models(hub)).data:
+        if card.id == name:
+            return card
+    raise RefusedError(404, "model_not_found", f"no model is served as {name!r}; GET /v1/models lists those that are")
+
+
 @openai.post(
     "/chat/completions",
     response_class=JSONResponse,
     responses={
-        200: {"model": schema.ChatCompletion, "content": {"text/event-stream": {"schema": {"type": "string"}}}},
+        200: {"model": schema.ChatCompletion, "content": {"text/event-stream": {"schema": _sse(["data"])}}},
         **_errors(404),
     },
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ChatRequest"}}},
-        }
-    },
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _CHAT}}}},
 )
 async def chat_completions(request: Request, hub: TheHub) -> Response:
     """OpenAI's chat completions."""
@@ -363,15 +394,24 @@ def _depth(value: Any) -> int:
 
 
 async def _refused(request: Request, error: Any) -> JSONResponse:
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    return JSONResponse(error_body(str(error), kind, None, error.code), error.status)
+    headers = {name.decode(): value.decode() for name, value in error.headers}
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def _failed(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse(RefusedError(500, "internal_error", "the server failed; its log has the traceback").body(), 500)
 
 
 async def _http_error(request: Request, error: Any) -> JSONResponse:
-    text = f"{request.method} {request.url.path}: {error.detail}"
+    text, headers = f"{request.method} {request.url.path}: {error.detail}", dict(error.headers or {})
+    if error.status_code == 405:  # each route knows its own method only
+        known = [
+            m for pattern, methods in request.app.state.methods if pattern.match(request.url.path) for m in methods
+        ]
+        headers["allow"] = ", ".join(sorted(known))
     if error.status_code == 404:
         text += f"; the paths of `artnb serve` begin with {API} and /v1, see /openapi.json"
-    return JSONResponse(error_body(text, "invalid_request_error"), error.status_code, error.headers)
+    return JSONResponse(error_body(text, "invalid_request_error"), error.status_code, headers)
 
 
 async def _invalid(request: Request, error: Any) -> JSONResponse:

@@ -62,7 +62,7 @@ class Connection:
         self._verify = _verify(ca_file)
         self._thread = LoopThread("artnb-remote")
         self._client: Any = None
-        self._closed = False
+        self.closed = False
 
     # Between event loops ---------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class Connection:
 
         Whoever stops early, or is cancelled, waits until the generator has cleaned up there.
         """
-        if self._closed:
+        if self.closed:
             raise ConfigError("this RemoteBackend is closed; make a new one")
         here = asyncio.get_running_loop()
         items: asyncio.Queue[T | _End] = asyncio.Queue()
@@ -117,7 +117,7 @@ class Connection:
 
     def close(self) -> None:
         """End what runs, close the sockets, end the thread. May be called again. Blocks for a moment."""
-        self._closed = True
+        self.closed = True
         if self._client is not None and self._thread.running:
             client, self._client = self._client, None
             self._thread.run(client.aclose())
@@ -189,6 +189,16 @@ class Connection:
                 await response.aread()
                 raise self.refused(response, doing)
             yield response
+
+    async def content(self, path: str, *, doing: str) -> bytes:
+        """The whole body of a GET."""
+        patience = self.patience()
+        while True:
+            try:
+                async with self.stream(path, doing=doing) as response:
+                    return bytes(await response.aread())
+            except self.cut as error:
+                await patience.wait(error, doing)
 
     def patience(self) -> Patience:
         return Patience(self, self._say)

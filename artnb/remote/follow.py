@@ -27,22 +27,35 @@ CANCEL_S = 10.0
 
 @dataclass
 class RemoteJob:
-    """One job; `outcome` is its last event, also after an interrupt, where the server could be asked."""
+    """One job. `body` is called, in a thread, when it is sent; `from_step` just before."""
 
     connection: Connection
     body: Callable[[], Mapping[str, Any]]
     doing: str
     restore: Callable[[], Awaitable[bool]] | None = None  # registers the model with a server that forgot it
+    from_step: Callable[[], int] | None = None  # for a job that makes a step
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    outcome: dict[str, Any] | None = None
+    accepted: bool = False  # whether the server has said that it has it
+    outcome: dict[str, Any] | None = None  # the last event, also after an interrupt, where the server could be asked
+    _start: dict[str, int] = field(default_factory=dict)
+    _packed: bytes = b""
+
+    def is_same(self, body: Callable[[], Mapping[str, Any]]) -> bool:
+        """Whether `body` is what was sent."""
+        return pack({**body(), **self._start}) == self._packed
 
     async def events(self) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        """(type, data) of every event, the final one last. Stopped early, it cancels the job at the server."""
-        packed = await asyncio.to_thread(lambda: pack(self.body()))
+        """(type, data) of every event, the final one last. Stopped early, it cancels the job at the server.
+
+        Called again after it has failed, it goes on with the same job.
+        """
+        if not self._packed:
+            self._start = {} if self.from_step is None else {"from_step": self.from_step()}
+            self._packed = await asyncio.to_thread(lambda: pack({**self.body(), **self._start}))
         try:
             last = 0
             while True:
-                await self._submit(packed)
+                await self._submit(self._packed)
                 try:
                     async with contextlib.aclosing(self._follow(last)) as followed:
                         async for number, kind, data in followed:
@@ -71,6 +84,7 @@ class RemoteJob:
                     content=packed,
                     headers={"content-type": "application/json", "content-encoding": "gzip"},
                 )
+                self.accepted = True
                 return
             except StatusError as error:
                 if error.code != NOT_REGISTERED or self.restore is None:

@@ -25,6 +25,8 @@ log = logging.getLogger("artnb")
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 OPEN_PATHS = ("/health",)
+OPEN_BODY = 1024
+"""Bytes of a body where no key is asked for."""
 UNPACKED_FACTOR = 10
 """A packed body may unpack to this many times the limit: log-probs shrink to a seventh, a bomb to a thousandth."""
 LINGER_S = 2.0
@@ -42,16 +44,31 @@ class Limits:
     slowest: float = 16_384.0  # bytes a second below which, after `idle_s`, a body is not waited for
     send_s: float = 300.0  # that a client may leave an answer unread
     header_s: float = 20.0  # for a request's head
-    held_bodies: int = 4  # bodies of `max_body` that may be in memory at once; more are asked to come later
+    held_bodies: int = 2  # largest bodies, unpacked, that may be in memory at once; more are asked to come later
 
     def of(self, path: str) -> int:
+        if path in OPEN_PATHS:
+            return OPEN_BODY
         return self.max_body if _JOB.fullmatch(path) else self.max_chat
 
+    @property
+    def held(self) -> int:
+        return self.held_bodies * UNPACKED_FACTOR * max(self.max_body, self.max_chat)
 
-class _Refuse(Exception):
+
+class RefusedError(Exception):
+    """A request that is not carried out; `status` is HTTP's, `code` is for programs."""
+
     def __init__(self, status: int, code: str, message: str, *headers: tuple[bytes, bytes]) -> None:
         super().__init__(message)
-        self.status, self.code, self.headers = status, code, headers
+        self.status = status
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return error_body(str(self), kind, None, self.code)
 
 
 class _Gone(Exception):
@@ -79,7 +96,7 @@ class Guard:
         body = _Body(scope, receive, self._limits)
         try:
             if scope["path"] not in OPEN_PATHS and not self._admits(scope["headers"]):
-                raise _Refuse(
+                raise RefusedError(
                     401,
                     "invalid_api_key",
                     "wrong or missing API key; it was printed when `artnb serve` started, or is in its key file",
@@ -93,11 +110,13 @@ class Guard:
             return
         except _Late:
             log.warning("%s %s: the client left its answer unread; it is cut off", scope["method"], scope["path"])
-        except _Refuse as refused:
+        except RefusedError as refused:
             await reply.refuse(refused, body)
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
-            await reply.refuse(_Refuse(500, "internal_error", "the server failed; its log has the traceback"), body)
+            await reply.refuse(
+                RefusedError(500, "internal_error", "the server failed; its log has the traceback"), body
+            )
 
     async def _buffered(self, scope: Any, body: _Body, reply: _Reply) -> None:
         limit = self._limits.of(scope["path"])
@@ -109,8 +128,8 @@ class Guard:
 
         def take(count: int) -> None:
             nonlocal held
-            if self._held + count > self._limits.held_bodies * max(self._limits.max_body, self._limits.max_chat):
-                raise _Refuse(
+            if self._held + count > self._limits.held:
+                raise RefusedError(
                     429, "too_many_bodies", "too many large requests at once; send it again", (b"retry-after", b"2")
                 )
             held += count
@@ -142,11 +161,11 @@ def _then(data: bytes, receive: Receive) -> Receive:
     return next_message
 
 
-def _too_large(limit: int, path: str) -> _Refuse:
+def _too_large(limit: int, path: str) -> RefusedError:
     hint = (
         "; send fewer or shorter rollouts, or start the server with a larger --max-body-mb" if _JOB.match(path) else ""
     )
-    return _Refuse(413, "body_too_large", f"the body is larger than {limit / (1 << 20):.0f} MiB{hint}")
+    return RefusedError(413, "body_too_large", f"the body is larger than {limit / (1 << 20):.0f} MiB{hint}")
 
 
 class _Body:
@@ -166,7 +185,7 @@ class _Body:
         return int(value) if value.isdigit() else None
 
     async def next_message(self) -> dict[str, Any]:
-        """The next ASGI message. Raises `_Refuse` (408) for a body that comes too slowly."""
+        """The next ASGI message. Raises RefusedError (408) for a body that comes too slowly."""
         if self.whole:
             return await self.receive()
         limits, loop = self._limits, asyncio.get_running_loop()
@@ -177,7 +196,7 @@ class _Body:
             async with asyncio.timeout(min(limits.idle_s, max(0.0, patience))):
                 message = await self.receive()
         except TimeoutError:
-            raise _Refuse(
+            raise RefusedError(
                 408, "body_too_slow", f"the body came too slowly ({self._size} bytes so far); send the request again"
             ) from None
         if message["type"] == "http.request":
@@ -196,7 +215,7 @@ class _Body:
         """All of it, unpacked. `take` is told of the bytes that are held."""
         encoding = self._headers.get(b"content-encoding", b"identity").strip().lower()
         if encoding not in (b"identity", b"gzip"):
-            raise _Refuse(415, "unknown_encoding", "content-encoding may be gzip, or left out")
+            raise RefusedError(415, "unknown_encoding", "content-encoding may be gzip, or left out")
         unpack = zlib.decompressobj(wbits=31) if encoding == b"gzip" else None
         ceiling = limit * UNPACKED_FACTOR if unpack is not None else limit
         parts: list[bytes] = []
@@ -219,14 +238,14 @@ class _Body:
                 if unpack is not None and unpack.eof:
                     part = b""
         if unpack is not None and self._size and not unpack.eof:
-            raise _Refuse(400, "bad_encoding", "the body is not whole gzip")
+            raise RefusedError(400, "bad_encoding", "the body is not whole gzip")
         return b"".join(parts)
 
     def _piece(self, unpack: Any, part: bytes) -> bytes:
         try:
             return bytes(unpack.decompress(part, 1 << 20))
         except zlib.error as error:
-            raise _Refuse(400, "bad_encoding", f"the body is not gzip: {error}") from None
+            raise RefusedError(400, "bad_encoding", f"the body is not gzip: {error}") from None
 
 
 class _Reply:
@@ -235,21 +254,22 @@ class _Reply:
     def __init__(self, send: Any, limit: float) -> None:
         self._send = send
         self._limit = limit
-        self._begun = False
+        self._begun = self._whole = False
 
     async def send(self, message: dict[str, Any]) -> None:
         self._begun = True
+        self._whole = message["type"] == "http.response.body" and not message.get("more_body", False)
         try:
             async with asyncio.timeout(self._limit):
                 await self._send(message)
         except TimeoutError:
             raise _Late from None
 
-    async def refuse(self, refused: _Refuse, body: _Body) -> None:
+    async def refuse(self, refused: RefusedError, body: _Body) -> None:
+        if self._whole:
+            return
         if self._begun:
             raise refused  # the server cuts the connection: the client sees that the answer is not whole
-        kind = "server_error" if refused.status >= 500 else "invalid_request_error"
-        text = json.dumps(error_body(str(refused), kind, None, refused.code))
 
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -262,4 +282,4 @@ class _Reply:
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
             await self.send(message)
 
-        await send_json(send, refused.status, text)
+        await send_json(send, refused.status, json.dumps(refused.body()))

@@ -28,6 +28,7 @@ from ..model import TrainableModel
 from ..tracking.records import to_line
 from . import schema
 from .adopt import adopt_adapter
+from .guard import RefusedError
 from .jobs import CURRENT, Job, JobTable, tell_current
 from .uploads import Uploads
 from .wire import NO_JOB, NOT_REGISTERED, error_json, read_groups, read_trajectory, result_json
@@ -35,15 +36,6 @@ from .wire import NO_JOB, NOT_REGISTERED, error_json, read_groups, read_trajecto
 log = logging.getLogger("artnb")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 JOURNAL = "remote-job.json"
-
-
-class RefusedError(Exception):
-    """A request that is not carried out; `status` is HTTP's, `code` is for programs."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
 
 
 class Journal:
@@ -249,6 +241,7 @@ class Hub:
         if isinstance(request, schema.Train):
             config = TrainConfig(**request.config)
             groups = await asyncio.to_thread(read_groups, [g.model_dump() for g in request.groups])
+            request.groups.clear()  # they are large, and the step is long
             await asyncio.to_thread(hosted.journal.write, job, None)
             result = result_json(await backend.train(model, groups, config), groups)
         elif isinstance(request, schema.TrainSFT):
@@ -256,6 +249,7 @@ class Hub:
             trajectories = await asyncio.to_thread(
                 lambda: [read_trajectory(t, f"trajectories[{i}]") for i, t in enumerate(request.trajectories)]
             )
+            request.trajectories.clear()
             await asyncio.to_thread(hosted.journal.write, job, None)
             result = result_json(await backend.train_sft(model, trajectories, sft))
         else:
@@ -281,7 +275,7 @@ class Hub:
         key = (request.project, request.name)
         known = self._hosted.get(key)
         if known is None or known.trained is not trained:
-            await asyncio.to_thread(Uploads(trained.folder).clear)
+            await asyncio.to_thread(Uploads(trained.folder).tidy)
             self._hosted[key] = Hosted(model, trained, Journal(trained.folder))
         return (await asyncio.to_thread(self.describe, self._hosted[key])).model_dump()
 

@@ -6,7 +6,6 @@ there, too, after it is safe here. Needs the core install only.
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -65,7 +64,7 @@ class MirroredHistory(History):
 class Registered:
     """One registered model. `step` is the server's, as far as it is known here: the next step starts from it."""
 
-    def __init__(self, model: TrainableModel, url: str, mirror: Callable[[Registered], Mirror]) -> None:
+    def __init__(self, model: TrainableModel, url: str, mirror: Mirror) -> None:
         self.name = model.name
         self.project = model.project
         self.base_model = model.base_model
@@ -75,9 +74,7 @@ class Registered:
         self.step = 0
         self.context_tokens: int | None = None
         self.collector = Collector()
-        self.history = MirroredHistory(model.folder, mirror(self))
-        self.turn = asyncio.Lock()  # used on the connection's loop only
-        self.log_turn = asyncio.Lock()
+        self.history = MirroredHistory(model.folder, mirror)
         self._lock = FolderLock(model.folder)
 
     @property
@@ -127,6 +124,10 @@ class Registered:
     def last_step(self) -> int:
         """The newest step made at the server that the history here has; -1 for none."""
         return max((step for step, split in self.history.saved() if split in MADE_THERE), default=-1)
+
+    def copy_metrics(self, record: Mapping[str, Any]) -> None:
+        """Keep a record of metrics as the server's history has it."""
+        self.history.keep(record["step"], record["split"], None, record["metrics"], time=record["time"])
 
     def copy_trajectories(self, step: int, split: str, lines: bytes) -> None:
         """Keep a step's trajectories as the server's file has them."""

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Step = Annotated[int, Field(ge=0, le=2**53)]
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 3.0 is a whole one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Step = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(_whole)]
 Json = dict[str, Any]
 JobId = Annotated[
     str, Field(pattern="^[0-9a-f]{32}$", description="Made by the client; sent again, it is the same job")
@@ -33,10 +40,10 @@ class Answer(BaseModel):
 class Lora(Body):
     """The fields of LoraConfig."""
 
-    r: int
+    r: Whole
     alpha: float
     target_modules: str | list[str]
-    seed: int
+    seed: Whole
 
 
 class Group(Body):
@@ -146,11 +153,18 @@ class Checkpoint(Answer):
     files: list[CheckpointFile]
 
 
+class Saved(Answer):
+    """Trajectories that are kept."""
+
+    step: int
+    split: str
+
+
 class HistoryList(Answer):
-    """What the server's history has of later steps: records of metrics, and (step, split) of trajectories."""
+    """What the server's history has of later steps: records of metrics, and where there are trajectories."""
 
     metrics: list[Json]
-    trajectories: list[tuple[int, str]]
+    trajectories: list[Saved]
 
 
 class Adapter(Answer):
@@ -196,17 +210,6 @@ class ModelCard(Answer):
 class ModelList(Answer):
     object: Literal["list"]
     data: list[ModelCard]
-
-
-class ChatMessage(BaseModel):
-    role: str
-
-
-class ChatRequest(BaseModel):
-    """OpenAI's request; see its reference for the fields. What is not supported is a 400 that names it."""
-
-    model: str
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
 
 
 class ChatCompletion(Answer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import shutil
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from tempfile import mkstemp
@@ -15,6 +15,7 @@ from ..training.checkpoints import CheckpointStore
 from .adapter_files import WEIGHTS, check_safetensors
 
 HEADER_ROOM = 1 << 20
+KEPT_S = 24 * 3600.0
 
 
 class TooLargeError(Exception):
@@ -34,9 +35,11 @@ class Uploads:
     def path(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.safetensors"
 
-    def clear(self) -> None:
-        """Forget what was sent and never adopted."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def tidy(self) -> None:
+        """Forget what was sent long ago and never adopted."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else []:
+            if time.time() - path.stat().st_mtime > KEPT_S:
+                path.unlink(missing_ok=True)
 
     def limit(self, store: CheckpointStore) -> int:
         """Bytes that an adapter of this model may have: twice its own, for it may be sent in a longer dtype."""

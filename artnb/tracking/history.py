@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+KEPT_EXAMPLES = 1000
+"""Trajectories of a supervised step that are kept: the data set is the user's own and stays where it is."""
 _SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _FILE = re.compile(r"(?P<split>.+)-(?P<step>\d{4,})\.jsonl")
 _GROUP_HEAD = b'{"v":%d,"kind":"group"' % VERSION
