@@ -97,13 +97,15 @@ class FlexTreeAttend:
         """See `Attend`."""
         # In a layer that is compiled as a whole it is compiled with it.
         flex = flex_attention if torch.compiler.is_compiling() else _compiled()
+        # A key head for each query head: the backward kernel goes through all query heads of a key head one after the
+        # other, and with few key heads most of the GPU waits for it.
+        each = query_HSD.shape[0] // key_KSD.shape[0]
         out_1HSD = flex(
             query_HSD.unsqueeze(0),
-            key_KSD.unsqueeze(0),
-            value_KSD.unsqueeze(0),
+            key_KSD.repeat_interleave(each, 0).unsqueeze(0),
+            value_KSD.repeat_interleave(each, 0).unsqueeze(0),
             block_mask=self._masks[sliding_window],
             scale=scaling,
-            enable_gqa=query_HSD.shape[0] != key_KSD.shape[0],
         )
         out_SHD: torch.Tensor = out_1HSD[0].transpose(0, 1)
         return out_SHD

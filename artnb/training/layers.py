@@ -35,8 +35,9 @@ class LayerPasses:
         self._recomputed: int | None = None  # None outside `training`
         self._trim: Trimmer | None = None
         self._count = len(layers)
+        self.layers = []
         for index, layer in enumerate(layers):
-            layer.forward = _LayerForward(self, index, layer.forward)
+            layer.forward = _LayerForward(self, index, layer.forward); self.layers.append(layer.forward)
 
     def __len__(self) -> int:
         return self._count

@@ -58,6 +58,10 @@ class PlainLoraLinear(LoraLinear):
         known = name in self.lora_A and not self.use_dora[name] and self.lora_B[name].bias is None
         self.added = (self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]) if known else None
 
+    def set_adapter(self, *args: Any, **kwargs: Any) -> None:
+        super().set_adapter(*args, **kwargs)
+        self.activate()
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._disable_adapters:
             return self.base_layer(x)

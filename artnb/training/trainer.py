@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import memory
@@ -27,8 +28,8 @@ from .policy import Policy
 from .types import Pack, Row, RowBatch
 
 OnProgress = Callable[..., None]
-"""Called as `on_progress(0, total=packs)`, then as `on_progress(1, loss=...)` after each pack. What it raises ends the
-step."""
+"""Called as `on_progress(0, total=packs)`, as `on_progress(1)` after each pack, with the loss of the one before it if
+there is one, and as `on_progress(0, loss=...)` after each update. What it raises ends the step."""
 
 
 @dataclass(slots=True)
@@ -51,14 +52,13 @@ class _Placed:
     sampler_RT: torch.Tensor
     old_RT: torch.Tensor | None = None
     ref_RT: torch.Tensor | None = None
-    noted: bool = False  # that its rows have the log-probs from before the step
+    before_RT: torch.Tensor | None = None  # log-probs before the step
 
-    def note(self, logp_RT: torch.Tensor) -> None:
+    def note(self) -> None:
         """Give the rows the log-probs of the policy before the step, for whoever looks at them later."""
-        if not self.noted:
-            self.noted = True
-            for row, logp_T, mask_T in zip(self.rows, logp_RT.detach().cpu(), self.mask_RT.cpu(), strict=True):
-                row.trainer_logprobs = logp_T[mask_T].float().numpy()
+        if self.before_RT is not None:
+            for row, logp_T, mask_T in zip(self.rows, self.before_RT.cpu(), self.pack.mask_RT, strict=True):
+                row.trainer_logprobs = logp_T.numpy()[mask_T].astype(np.float32)
 
 
 @dataclass(slots=True)
@@ -68,6 +68,7 @@ class _Progress:
     report: OnProgress
     phase: str = "packing"
     tokens: int = 0  # of the pack that is computed
+    loss: torch.Tensor | None = None  # of the last pack
     snapshot: dict[str, Any] | None = None
     sums: Sums = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
@@ -114,7 +115,10 @@ class Trainer:
                         self._grpo_pack(run, placed, config, totals, keep_old)
                     self._update(run, rate, config.weight_decay, config.max_grad_norm)
             self._count_nonfinite(run, config.max_nonfinite_steps)
-            return [placed for minibatch in minibatches for placed in minibatch]
+            done = [placed for minibatch in minibatches for placed in minibatch]
+            for placed in done:  # at the end: reading them off a GPU waits for all that it was given
+                placed.note()
+            return done
 
         return self._run(work, config.learning_rate_at(step), on_progress)
 
@@ -274,7 +278,8 @@ class Trainer:
         logp_RT, entropy_RT = self._logprobs(
             placed, self.adapter, grad=True, entropy=True, tracked=config.entropy_coef != 0.0
         )
-        placed.note(logp_RT if placed.old_RT is None else placed.old_RT)
+        if placed.before_RT is None:
+            placed.before_RT = logp_RT.detach() if placed.old_RT is None else placed.old_RT
         output = policy_loss(
             logp_RT,
             mask_RT=placed.mask_RT,
@@ -294,7 +299,9 @@ class Trainer:
         run.phase = "backward pass"
         (output.loss * self._optimizer.scale).backward()
         run.sums = add_sums(run.sums, output.sums)
-        run.report(1, loss=float(output.sums["loss"]))
+        # The loss of the pack before: reading this one's would wait for the GPU instead of giving it the next pack.
+        run.report(1, **({} if run.loss is None else {"loss": float(run.loss)}))
+        run.loss = output.sums["loss"]
 
     def _update(self, run: _Progress, rate: float, weight_decay: float, max_grad_norm: float) -> None:
         run.phase = "update"
@@ -305,6 +312,9 @@ class Trainer:
             run.skipped += 1
         else:
             run.norms.append(norm)
+        if run.loss is not None:
+            run.report(0, loss=float(run.loss))
+            run.loss = None
 
     def _count_nonfinite(self, run: _Progress, limit: int) -> None:
         if run.norms:
