@@ -6,47 +6,30 @@ checks no key; what it does not know it answers with an empty object.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from loopback_server import Answer, LoopbackServer, as_json
 
 
-class _Quiet(ThreadingHTTPServer):
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """wandb-core drops connections when it ends."""
-
-
-class WandbServer:
-    """`runs` has the history's rows by run id; `requests` every request as (path, GraphQL operation)."""
+class WandbServer(LoopbackServer):
+    """`runs` has the history's rows by run id. With another `status` than 200 it refuses whatever is posted."""
 
     def __init__(self, status: int = 200) -> None:
         self.status = status
         self.runs: dict[str, list[dict[str, Any]]] = {}
         self.configs: dict[str, dict[str, Any]] = {}
         self.deleted: set[str] = set()  # ids that W&B takes no more
-        self.requests: list[tuple[str, str]] = []
-        self._http = _Quiet(("127.0.0.1", 0), self._handler())
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        super().__init__()
 
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._http.serve_forever)
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
-
-    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    def answer(self, method: str, path: str, body: bytes) -> Answer:
+        if method in ("GET", "HEAD"):
+            return as_json({})
         if self.status != 200:
-            return self.status, {"errors": [{"message": "refused"}]}
+            return as_json({"errors": [{"message": "refused"}]}, self.status)
         found = self._found(path, body)
-        return (409 if "errors" in found else 200), found
+        return as_json(found, 409 if "errors" in found else 200)
 
     def _found(self, path: str, body: bytes) -> dict[str, Any]:
         if path.endswith("/file_stream"):
@@ -56,7 +39,6 @@ class WandbServer:
         asked = json.loads(body)
         match = re.match(r"\s*(?:query|mutation)\s+(\w+)", asked["query"])
         operation = match[1] if match else ""
-        self.requests.append((path, operation))
         given = asked.get("variables") or {}
         project = {"id": "p", "name": given.get("project"), "entity": {"id": "e", "name": "team"}}
         if operation == "RunResumeStatus":
@@ -96,37 +78,3 @@ class WandbServer:
             rows = self.runs[run]
             rows[history["offset"] :] = [json.loads(line) for line in history["content"]]
         return {}
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: Any) -> None:
-                return None
-
-            def do_HEAD(self) -> None:
-                self._send(200, b"")
-
-            def do_GET(self) -> None:
-                self._send(200, b"{}")
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                if self.headers.get("content-encoding") == "gzip":
-                    body = gzip.decompress(body)
-                status, found = server.answer(self.path, body)
-                self._send(status, json.dumps(found).encode())
-
-            do_PUT = do_POST
-
-            def _send(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body)
-
-        return Handler

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import pydantic
+from openai.types.chat import ChatCompletionChunk
 
 from ..trajectories import Trajectory
 from .traces import WEAVE
@@ -77,8 +77,16 @@ def without_tokens(output: Any) -> Any:
     """
     if isinstance(output, Trajectory):
         return output.for_logging()
-    if isinstance(output, pydantic.BaseModel):
-        output = output.model_dump(mode="json", exclude_none=True, warnings=False)
+    if isinstance(output, ChatCompletionChunk):
+        # A stream: its chunks put together. Other answers come as plain values.
+        return output.model_copy(update={"choices": [_bare(choice) for choice in output.choices]})
     if isinstance(output, dict):
         return {name: without_tokens(value) for name, value in output.items() if name not in _TOKENS}
     return [without_tokens(item) for item in output] if isinstance(output, list) else output
+
+
+def _bare(choice: Any) -> Any:
+    bare = choice.model_copy(update={"logprobs": None})
+    for name in _TOKENS & (bare.model_extra or {}).keys():
+        del bare.model_extra[name]
+    return bare
