@@ -140,7 +140,7 @@ def test_too_little_memory_is_said_before_anything_is_loaded(
 
 
 def test_a_base_that_is_not_there_or_does_not_fit(adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="nowhere' cannot be read"):
+    with pytest.raises(ModelError, match="nowhere': there is no such folder"):
         export_checkpoint(Source(adapter, "agent", base_model=str(tmp_path / "nowhere")), tmp_path / "out")
     wider = make_model("llama", tmp_path / "wider", hidden_size=64)
     with pytest.raises(CheckpointError, match="the adapter does not fit the base model"):

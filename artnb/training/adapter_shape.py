@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..config import LoraConfig
 from ..errors import CheckpointError, ConfigError, ModelError
+from .base_model import check_folder
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -41,6 +42,7 @@ def empty_model(base_model: str | Path) -> PreTrainedModel:
 
     Raises: ModelError when there is no such model.
     """
+    check_folder(base_model, str(base_model))
     try:
         config = AutoConfig.from_pretrained(str(base_model))
         with init_empty_weights():

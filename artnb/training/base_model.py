@@ -114,7 +114,7 @@ def read_base(base_model: str | Path, *, context_length: int | None = None) -> B
     if context_length is not None and context_length < 2:
         raise ConfigError(f"context_length={context_length} must be at least 2: one token of prompt, one of answer")
     name = str(Path(base_model).expanduser()) if _is_path(base_model) else str(base_model)
-    _check_folder(base_model, name)
+    check_folder(base_model, name)
     try:
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -198,7 +198,8 @@ def _is_path(base_model: str | Path) -> bool:
     return isinstance(base_model, Path) or text.startswith((".", "/", "~")) or Path(text).is_dir()
 
 
-def _check_folder(base_model: str | Path, name: str) -> None:
+def check_folder(base_model: str | Path, name: str) -> None:
+    """Raise ModelError, saying what is missing, where `base_model` is a path (`name`, expanded) without a model."""
     if not _is_path(base_model):
         return
     folder = Path(name)

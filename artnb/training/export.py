@@ -31,7 +31,7 @@ from ..gguf_folder import quiet_transformers
 from ..memory import available_bytes
 from ..notebook.progress import Progress
 from .adapter_shape import CONFIG_FILE, WEIGHTS_FILE, empty_model, read_adapter_config, read_adapter_shapes
-from .base_model import DTYPES
+from .base_model import DTYPES, check_folder
 from .checkpoints import MANIFEST
 
 log = logging.getLogger(__name__)
@@ -144,6 +144,7 @@ def _merge(base: str, adapter: Path, into: Path, dtype: str) -> tuple[float, str
 
 def _check_base(base: str, dtype: str) -> torch.dtype:
     """The dtype to merge in. Raises ModelError for a base without full weights, or too little memory."""
+    check_folder(base, base)
     try:
         config = AutoConfig.from_pretrained(base)
     except (OSError, ValueError) as error:
