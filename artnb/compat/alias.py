@@ -40,6 +40,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = importlib.import_module(_ours(spec.name))
         spec.loader_state = module.__spec__
+        # What the package has imported is there under both names: imported again, a module would take the place of what
+        # its package has under that name, and art.utils.retry is a function.
+        below = f"{module.__name__}."
+        for name, inner in list(sys.modules.items()):
+            if name.startswith(below):
+                sys.modules.setdefault(ALIAS + name.removeprefix(OURS), inner)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -62,7 +68,7 @@ def install() -> ModuleType:
     ours = importlib.import_module(OURS)
     if there is not None and there is not ours:
         raise ConfigError(
-            f"art is imported already, from {getattr(there, '__file__', None) or there!r}: call "
+            f"art is imported already, from {getattr(there, '__file__', None) or repr(there)}: call "
             "artnb.compat.install() before anything imports art, in a fresh kernel"
         )
     if _finder is None:

@@ -41,6 +41,7 @@ _INIT_NOT_NEEDED = (
 )
 _INIT_NOTHING: dict[str, tuple[Any, ...]] = {
     "load_in_8bit": (False,),
+    "load_in_16bit": (False,),
     "full_finetuning": (False,),
     "token": (None,),
     "rope_scaling": (None,),
@@ -86,6 +87,7 @@ _INSTEAD = {
     "inference_gpu_ids": "trainer and engine share one card",
     "full_finetuning": "a LoRA adapter is trained",
     "load_in_8bit": "LocalBackend(load_in_4bit=True) or (load_in_fp8=True) quantizes",
+    "load_in_16bit": "LocalBackend(dtype='bfloat16') or 'float16'",
     "model_name": "base_model= names the model",
     "trust_remote_code": "models with code of their own are not loaded",
 }

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..backend import ASGIApp
+from ..backend import ASGIApp, check_groups
 from ..capture import CaptureRegistry, Collector
+from ..compat.options import flat, without_nothing
 from ..config import TrainConfig, TrainSFTConfig, check_number
 from ..errors import CheckpointError, ConfigError, ModelError
 from ..tracking.history import History
@@ -24,7 +25,7 @@ from ..trajectories import Trajectory, TrajectoryGroup, as_groups
 from .client import DEFAULT_URL, ServiceModel, TrainingService
 from .endpoint import ServiceEndpoint
 from .jobs import Job, OpenJob
-from .options import experimental_config, sft_plan
+from .options import SERVICE_NAMES, experimental_config, sft_plan
 from .payload import Payload, group_json, make_payload
 from .registered import Registered, ServerlessTrainResult
 from .upload import DATA_FILE, Destination, conversations, upload_to_wandb
@@ -92,7 +93,7 @@ class ServerlessBackend:
                 f"{there.entity}/{there.project}/{there.name} is at the service with base_model={there.base_model!r}, "
                 f"not {model.base_model!r}: take another name, or that base_model"
             )
-        model.entity = there.entity
+        model.entity, model.id, model.run_id = there.entity, there.id, there.run_id
         registered = self._models.get((model.project, model.name))
         if registered is None or registered.there.id != there.id:
             open_job, history = OpenJob(model.folder), History(model.folder)
@@ -139,9 +140,10 @@ class ServerlessBackend:
         failed.
         """
         registered = self._registered(model)
-        groups = _checked(trajectory_groups)
+        groups = check_groups(trajectory_groups)
         with registered.one_step():
             payload = await asyncio.to_thread(make_payload, groups)
+            options = without_nothing(flat(options), kept=SERVICE_NAMES)
             experimental_config(config, options, step=0)  # a wrong option is told before anything is waited for
             job = await self._same_job(registered, payload.digest)
             if job is None:
@@ -293,14 +295,3 @@ class ServerlessBackend:
 
     def __repr__(self) -> str:
         return f"ServerlessBackend({self._service.base_url!r}, models={sorted(name for _, name in self._models)})"
-
-
-def _checked(trajectory_groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    groups = list(trajectory_groups)
-    for index, group in enumerate(groups):
-        if not isinstance(group, TrajectoryGroup):
-            raise ConfigError(
-                f"train: trajectory_groups[{index}] is a {type(group).__name__}; it must be an art.TrajectoryGroup "
-                "(await gather_trajectory_groups(...) first)"
-            )
-    return groups

@@ -87,7 +87,7 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "packed_sequence_length": {"low": 1, "whole": True},
 }
 
-_SERVICE_NAMES = {f.name for f in fields(ServiceOptions)}
+SERVICE_NAMES = frozenset(f.name for f in fields(ServiceOptions))
 _TRAIN_NAMES = {f.name for f in fields(TrainConfig)}
 
 
@@ -99,7 +99,9 @@ def experimental_config(given: TrainConfig | None, options: dict[str, Any], step
     """
     if given is not None and not isinstance(given, TrainConfig):
         raise ConfigError(f"train: config must be an art.TrainConfig, not {type(given).__name__}")
-    only_train = options.keys() & (_TRAIN_NAMES - _SERVICE_NAMES)
+    if options.get("beta") == 0:  # given by every call that was written for ART 0.5.9
+        options = {name: value for name, value in options.items() if name != "beta"}
+    only_train = options.keys() & (_TRAIN_NAMES - SERVICE_NAMES)
     if given is not None and only_train:
         raise ConfigError(f"train: give {sorted(only_train)} in config=TrainConfig(...), which is there already")
     if only_train:
