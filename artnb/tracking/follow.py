@@ -84,8 +84,10 @@ class Follower:
 
     def _missed(self) -> list[Logged]:
         """What the history got since the tracker was last told anything and before it was made, oldest first."""
+        import pandas as pd
+
         frame = History(self._run.folder).metrics_long()
-        frame["at"] = frame["time"].map(lambda time: time.timestamp())
+        frame["at"] = (frame["time"] - pd.Timestamp(0, tz="UTC")).dt.total_seconds()
         frame = frame[(frame["at"] > self._state.values.get("until", 0.0)) & (frame["at"] <= self._since)]
         found = [
             Logged(int(step), str(split), dict(zip(part["name"], part["value"], strict=True)), float(part["at"].max()))
