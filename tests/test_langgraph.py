@@ -290,6 +290,14 @@ def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], words: str)
         init_chat_model(**options)
 
 
+async def test_a_model_that_is_not_registered_says_so():
+    model = art.TrainableModel(name="new", project="tests", base_model="none")
+    with pytest.raises(ConfigError, match=r"new is not registered; call `await model.register"):
+        await init_chat_model(model).ainvoke("x")
+    with pytest.raises(ConfigError, match="new is not registered"):
+        init_chat_model(model).invoke("x")
+
+
 async def test_methods_that_would_constrain_sampling_are_refused_and_parameters_are_the_endpoints():
     model, _ = await scripted_model("hi")
     for method in ("json_schema", "json_mode"):

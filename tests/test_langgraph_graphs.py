@@ -10,6 +10,7 @@ pytest.importorskip("langchain_openai")
 
 import asyncio
 import operator
+from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from endpoint_for_tests import Endpoint
@@ -146,6 +147,35 @@ async def test_branches_subgraphs_and_threads_of_many_rollouts_are_never_mixed(h
         rows = rows_from_trajectory(trajectory)
         assert sum(int(r.sampled.sum()) for r in rows) == sum(len(c.token_ids) for c in trajectory.choices())
     assert len(endpoint.records) == 24
+
+
+async def test_the_real_engine_answers_threads_and_loops_at_once(tiny_base: Path, tmp_path: Path):
+    """Synchronous rollouts, asynchronous ones, and one whose synchronous call blocks the loop they run on."""
+    model = art.TrainableModel("agent", "tests", tiny_base, lora=art.LoraConfig(r=4))
+    asked = [HumanMessage("go")]
+
+    def in_a_thread() -> art.Trajectory:
+        llm = init_chat_model(max_tokens=6)
+        return art.Trajectory(reward=len([*llm.stream(asked), llm.invoke(asked)]))
+
+    async def on_the_loop() -> art.Trajectory:
+        await init_chat_model(max_tokens=6).ainvoke(asked)
+        return art.Trajectory(reward=0.0)
+
+    async def blocking() -> art.Trajectory:
+        init_chat_model(max_tokens=6).invoke(asked)
+        return art.Trajectory(reward=1.0)
+
+    async with art.LocalBackend(path=tmp_path / "art", device="cpu", verbose=False) as backend:
+        await model.register(backend)
+        for step in range(2):
+            rollouts = [wrap_rollout(model, fn)() for fn in (in_a_thread, on_the_loop, blocking) for _ in range(3)]
+            (group,) = await art.gather_trajectory_groups([art.TrajectoryGroup(rollouts)], pbar_desc=None)
+            assert [len(t.choices()) for t in group] == [2, 2, 2, 1, 1, 1, 1, 1, 1]
+            assert {t.final_policy_version for t in group} == {step}
+            result = await model.train([group], art.TrainConfig(learning_rate=1e-3))
+            sampled = sum(len(c.token_ids) for t in group for c in t.choices())
+            assert result.trained and result.metrics["sampled_tokens"] == sampled
 
 
 async def test_a_graph_that_was_compiled_before_asks_the_rollouts_model():

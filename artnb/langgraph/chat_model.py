@@ -72,6 +72,8 @@ class ChatArtnb(ChatOpenAI):
                 "init_chat_model() was called without a model and is used outside of a rollout: pass the model, "
                 "init_chat_model(model), or run it inside of wrap_rollout(model, rollout)"
             )
+        if isinstance(model, TrainableModel):
+            model.backend()  # says so when it is not registered; a client would only say that it cannot connect
         return model
 
     def _async_client(self) -> openai.AsyncOpenAI:
