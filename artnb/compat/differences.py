@@ -118,6 +118,10 @@ DIFFERENCES: tuple[Difference, ...] = (
         "in ART. The reward of what is captured starts as None, which is unscored, and not as 0",
     ),
     Difference(
+        ("art.rewards.ruler.Response",),
+        "what a judge may answer is RULER's own business; the scores are art.rewards.TrajectoryScore",
+    ),
+    Difference(
         ("art.gather.*",),
         "a gather's inside: after_each= sees groups, and the progress line shows the rollouts' metrics by itself",
     ),
@@ -127,7 +131,7 @@ DIFFERENCES: tuple[Difference, ...] = (
             *("art.dev.TrainSFTConfig", "art.dev.is_*"),
             "art.dev.validate_dedicated_config",
         ),
-        "art.dev has the dicts that LocalBackend's models take; see the list of options below",
+        "art.dev has the dicts that LocalBackend's models take; see the options above",
     ),
     Difference(
         (

@@ -16,6 +16,7 @@ from typing import Any
 from openai.types.chat.chat_completion import Choice
 
 from ..tracking.records import to_line
+from ..tracking.summary import summarize
 from ..training.explain import HOW_TO_SAMPLE, explain
 from ..training.rows import Skip, look_at_group
 from ..training.types import Row, RowBatch, SkipReason
@@ -54,6 +55,8 @@ def make_payload(groups: Sequence[TrajectoryGroup]) -> Payload:
         "groups_trained": float(len(kept)),
         "trajectories_trained": float(sum(len(trajectories) for _, trajectories in kept)),
     }
+    summary = summarize(groups)
+    batch.metrics |= {name: summary[name] for name in ("reward", "reward_std_in_groups") if name in summary}
     if rewards:
         batch.metrics |= {"reward_min": min(rewards), "reward_max": max(rewards)}
     sent = [group_json(group, trajectories) for group, trajectories in kept]
