@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_service import (
@@ -330,6 +331,31 @@ async def test_rollouts_are_logged_here_and_there(service: TrainingService, tmp_
         (body,) = service.logged
         assert body["split"] == "val" and body["model_id"] in service.models
         assert [[t["reward"] for t in g["trajectories"]] for g in body["trajectory_groups"]] == [[0.5, None], [1.0]]
+
+
+async def test_trackers_follow_a_run_at_the_service_until_it_is_closed(
+    service: TrainingService, tmp_path: Path
+) -> None:
+    told: list[Any] = []
+
+    class Tracker:
+        name, resumes = "notes", True
+
+        def open(self, run: Any, state: Any) -> Tracker:
+            return self
+
+        def configure(self, config: Any) -> None: ...
+
+        def log(self, logged: Any) -> None:
+            told.append((logged.step, logged.columns().get("train/loss")))
+
+        def close(self) -> None:
+            told.append("closed")
+
+    async with registered(service, tmp_path, report_metrics=[Tracker()]) as (model, backend):
+        await backend.train(model, rollouts(0, 1))
+        await backend.train(model, rollouts(1, 0))
+    assert told == [(1, 1.0), (2, 1.0), "closed"]
 
 
 async def test_deleting_a_model_leaves_its_history(service: TrainingService, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ..capture import CaptureRegistry, Collector
 from ..compat.options import flat, without_nothing
 from ..config import TrainConfig, TrainSFTConfig, check_number
 from ..errors import CheckpointError, ConfigError, ModelError
+from ..tracking.follow import TRACKING
 from ..tracking.history import History
 from ..tracking.summary import summarize
 from ..trajectories import Trajectory, TrajectoryGroup, as_groups
@@ -122,6 +123,7 @@ class ServerlessBackend:
         registered = self._registered(model)
         await self._service.delete_model(registered.there.id)
         self._captures.unregister_collector(model.name)
+        await asyncio.to_thread(TRACKING.detach, f"{model.project}/{model.name}")
         del self._models[model.project, model.name]
 
     # Training ------------------------------------------------------------------------------------
@@ -284,7 +286,9 @@ class ServerlessBackend:
         return self._registered(model).collector
 
     async def close(self) -> None:
-        """Close the connections. Jobs go on at the service. May be called again."""
+        """End the following of the runs and close the connections. Jobs go on at the service. May be called again."""
+        for project, name in self._models:
+            await asyncio.to_thread(TRACKING.detach, f"{project}/{name}")
         await self._service.close()
 
     async def __aenter__(self) -> ServerlessBackend:
