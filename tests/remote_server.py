@@ -12,7 +12,6 @@ from typing import Any
 
 import artnb as art
 from artnb.remote.backend import RemoteBackend
-from artnb.remote.guard import Limits
 from artnb.remote.hub import Hub
 from artnb.remote.serve import RemoteServer
 
@@ -25,8 +24,9 @@ class Serving:
     """A server in a thread, with its own event loop; `close` ends it as a signal would."""
 
     def __init__(self, folder: Path, base: Path | None = None, *, port: int = 0, **options: Any) -> None:
+        self.folder = folder
         backend = art.LocalBackend(path=folder, device="cpu", dtype="float32", verbose=False)
-        self.hub = None
+        self.hub: Any = None
         self._ready = threading.Event()
         self._error: BaseException | None = None
         bases = None if base is None else [str(base)]
@@ -54,6 +54,30 @@ class Serving:
             self._thread.join()
             raise self._error
 
+    def changing(self, name: str) -> Any:
+        """The job that makes a step of the model now."""
+        return self.hub.hosted("tests", name).changing
+
+    @contextlib.contextmanager
+    def held(self, name: str) -> Iterator[threading.Event]:
+        """The next step of the model begins, and goes on when the block ends; the event says that it has begun."""
+        trainer = self.hub.hosted("tests", name).trained.trainer
+        real, begun, released = trainer.step, threading.Event(), threading.Event()
+
+        def step(batch: Any, config: Any, *, step: int, on_progress: Any) -> Any:
+            on_progress(0, total=1)
+            begun.set()
+            while not released.wait(0.005):
+                on_progress(0)  # which ends a step that was cancelled
+            return real(batch, config, step=step, on_progress=on_progress)
+
+        trainer.step = step
+        try:
+            yield begun
+        finally:
+            released.set()
+            del trainer.step
+
     def close(self) -> None:
         if self._thread.is_alive():
             self.server.stop()
@@ -74,16 +98,20 @@ class Line:
     def __init__(self, url: str) -> None:
         host, _, port = url.partition("://")[2].partition(":")
         self._there = (host, int(port))
-        self.on_request: Callable[[bytes], None] = lambda data: None
-        self.on_answer: Callable[[bytes], None] = lambda data: None
+        self.on_request: Callable[[bytes], None] = self.ignore
+        self.on_answer: Callable[[bytes], None] = self.ignore
         self.cuts = 0
-        self.refusing = False
+        self.refuse = 0  # so many connections more
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._threads: list[threading.Thread] = []
         self._accepting = self._start(self._accept)
+
+    @staticmethod
+    def ignore(data: bytes) -> None:
+        """What `on_…` does unless told otherwise."""
 
     def _start(self, target: Callable[..., None], *args: Any) -> threading.Thread:
         thread = threading.Thread(target=target, args=args, daemon=True)
@@ -97,7 +125,8 @@ class Line:
                 here, _ = self._listener.accept()
             except OSError:
                 return
-            if self.refusing:
+            if self.refuse:
+                self.refuse -= 1
                 here.close()
                 continue
             try:
@@ -150,12 +179,3 @@ def client(
     backend = RemoteBackend(url, KEY, **{"verbose": False, "reconnect_seconds": 20, **options})
     model = art.TrainableModel(name, "tests", base, lora=LORA, base_path=folder)
     return model, backend
-
-
-@contextlib.contextmanager
-def serving(folder: Path, base: Path, **options: Any) -> Iterator[Serving]:
-    with Serving(folder, base, **options) as server:
-        yield server
-
-
-SHORT = Limits(max_body=1 << 20, max_chat=1 << 18, idle_s=0.3, send_s=0.5, header_s=0.3)

@@ -100,7 +100,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], Path, str]:
 
 
 async def send_adapter(
-    connection: Connection, registered: Registered, weights: Path, sha256: str, restore: Callable[[], Awaitable[bool]]
+    connection: Connection, registered: Registered, weights: Path, sha256: str, restore: Callable[[], Awaitable[None]]
 ) -> None:
     """Upload the weights. Sent again as a whole where the line is cut: their name at the server is their SHA-256."""
     doing, patience = f"push to {registered.name}", connection.patience()

@@ -32,7 +32,7 @@ class RemoteJob:
     connection: Connection
     body: Callable[[], Mapping[str, Any]]
     doing: str
-    restore: Callable[[], Awaitable[bool]] | None = None  # registers the model with a server that forgot it
+    restore: Callable[[], Awaitable[None]] | None = None  # registers the model with a server that forgot it
     from_step: Callable[[], int] | None = None  # for a job that makes a step
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     accepted: bool = False  # whether the server has said that it has it

@@ -18,9 +18,9 @@ _KEPT = ("content-type", "x-should-retry", "cache-control")
 
 
 class Forward:
-    """The app. `restore` registers the model with a server that was restarted, and says whether it had to."""
+    """The app. `restore` registers the model with a server that does not know it (any more)."""
 
-    def __init__(self, connection: Connection, restore: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(self, connection: Connection, restore: Callable[[], Awaitable[None]]) -> None:
         self._connection = connection
         self._restore = restore
 
@@ -61,8 +61,9 @@ class Forward:
                         refused = connection.refused(response, doing)
                         await patience.wait(refused, doing, response.headers.get("retry-after"))
                         continue
-                    if response.status_code == 404 and not asked_again and await self._restore():
+                    if response.status_code == 404 and not asked_again:
                         asked_again = True
+                        await self._restore()
                         continue
                     patience.well()
                     begun = True

@@ -61,25 +61,19 @@ class Link(Registered):
         body = {**self.of_model(), "base_model": self.base_model, "lora": lora_json(self.lora)}
         return RemoteJob(self._connection, lambda: {"kind": "register", **body}, f"register {self.name}")
 
-    async def restore(self) -> bool:
-        """Register it again if the server does not know it, e.g. since it was restarted; whether it had to be.
-
-        On the connection's own loop.
-        """
+    async def restore(self) -> None:
+        """Register it again if the server does not know it (any more). On the connection's own loop."""
         async with self._restoring:  # of many requests that find the model gone, one brings it back
             try:
                 await self._connection.json("GET", self.path, doing=f"looking for {self.name}")
             except StatusError as error:
                 if error.code != NOT_REGISTERED:
                     raise
-            else:
-                return False
-            job = self._registration()
-            async with contextlib.aclosing(job.events()) as events:
-                async for _ in events:
-                    pass
-            self._outcome(job)
-            return True
+                job = self._registration()
+                async with contextlib.aclosing(job.events()) as events:
+                    async for _ in events:
+                        pass
+                self._outcome(job)
 
     async def state(self) -> dict[str, Any]:
         """The server's state of it; its step is the one that the next step starts from."""
@@ -94,20 +88,19 @@ class Link(Registered):
         return await self._connection.run(ask)
 
     async def _catch_up(self) -> None:
-        """Copy what the server's history has of later steps: a kernel that was killed missed the end of its step."""
-        last = await asyncio.to_thread(self.last_step)
-        if last >= self.step > 0:
+        """Copy what the server's history has and this one lacks: another client's steps, or a killed kernel's last."""
+        after = await asyncio.to_thread(self.complete_until)
+        if after is None:
             return
         doing = f"history of {self.name}"
 
         async def ask() -> Any:
-            return await self._connection.json("GET", f"{self.path}/history", doing=doing, params={"after": last})
+            return await self._connection.json("GET", f"{self.path}/history", doing=doing, params={"after": after})
 
         listed = await self._connection.run(ask)
+        await asyncio.to_thread(self.copy_metrics, listed["metrics"])
         here = await asyncio.to_thread(self.history.saved)
         missing = [at for saved in listed["trajectories"] if (at := (saved["step"], saved["split"])) not in here]
-        for record in listed["metrics"]:
-            await asyncio.to_thread(self.copy_metrics, record)
         for step, split in missing:
             path = f"{self.path}/history/{quote(split, safe='')}/{step}"
 
@@ -152,6 +145,8 @@ class Link(Registered):
             await self._catch_up()  # e.g. a run that was stopped after a step that was kept
         result = await asyncio.to_thread(self._keep, self._outcome(job)["result"], split, trained, kept)
         self._tell(result, split, kept)
+        if result.step > 1 and result.step - 1 not in await asyncio.to_thread(self.steps_here):
+            await self._catch_up()
         return result
 
     async def _resume(self, kind: str, body: Body) -> RemoteJob:

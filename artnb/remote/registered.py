@@ -112,7 +112,7 @@ class Registered:
 
     def take(self, state: Mapping[str, Any]) -> None:
         """What the server says of the model. Raises ConfigError where the history here goes on beyond it."""
-        last = self.last_step()
+        last = max(self.steps_here(), default=0)
         if last > state["step"]:
             raise ConfigError(
                 f"the history in {self.folder} goes up to step {last}, and {self.name} is at step {state['step']} at "
@@ -121,13 +121,23 @@ class Registered:
             )
         self.step, self.context_tokens = state["step"], state["context_tokens"]
 
-    def last_step(self) -> int:
-        """The newest step made at the server that the history here has; -1 for none."""
-        return max((step for step, split in self.history.saved() if split in MADE_THERE), default=-1)
+    def steps_here(self) -> set[int]:
+        """Steps made at the server that the history here has."""
+        return {step for step, split in self.history.saved() if split in MADE_THERE}
 
-    def copy_metrics(self, record: Mapping[str, Any]) -> None:
-        """Keep a record of metrics as the server's history has it."""
-        self.history.keep(record["step"], record["split"], None, record["metrics"], time=record["time"])
+    def complete_until(self) -> int | None:
+        """The step up to which the history here lacks none; -1 while it is empty, None if it lacks none at all."""
+        if not self.history.saved() and not self.history.metric_records():
+            return -1
+        here = self.steps_here()
+        return next((step - 1 for step in range(1, self.step + 1) if step not in here), None)
+
+    def copy_metrics(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the server's records of metrics, of those steps and splits of which there are none here."""
+        here = {(record["step"], record["split"]) for record in self.history.metric_records()}
+        for record in records:
+            if (record["step"], record["split"]) not in here:
+                self.history.keep(record["step"], record["split"], None, record["metrics"], time=record["time"])
 
     def copy_trajectories(self, step: int, split: str, lines: bytes) -> None:
         """Keep a step's trajectories as the server's file has them."""
