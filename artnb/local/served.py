@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from ..backend import ASGIApp
 from ..capture import CaptureRegistry
 from ..engines.base import AdapterRef, SharedEngine
-from ..errors import AdapterNotFoundError
+from ..errors import AdapterNotFoundError, CheckpointError, EngineError
 from ..serving.app import Served, create_app
 from ..serving.chat import ChatFormat
 from ..serving.server import Server
@@ -23,6 +25,9 @@ from .room import Room
 if TYPE_CHECKING:
     from .backend import LocalBackend
     from .trained import TrainedModel
+
+JUST_ASKED_S = 5.0
+"""Seconds for which a checkpoint stays loaded after it was asked for, whatever else is: its request may yet begin."""
 
 
 class ServedBase:
@@ -54,7 +59,7 @@ class ServedBase:
         self.quantized = "4-bit" if backend.load_in_4bit else "FP8" if backend.load_in_fp8 else None
         self._told = (backend.device, backend.dtype)
         self._served_checkpoints = backend.served_checkpoints
-        self._older: OrderedDict[AdapterRef, None] = OrderedDict()
+        self._older: OrderedDict[AdapterRef, float] = OrderedDict()  # when each was last asked for
         self._server: Server | None = None
 
     def describe(self) -> str:
@@ -87,7 +92,7 @@ class ServedBase:
             return Served(adapter=None, canonical=self.name)
         name, at, digits = model.rpartition("@")
         trained = self.models.get(name if at else model)
-        if trained is None or (at and not digits.isdigit()):
+        if trained is None or (at and not (digits.isascii() and digits.isdigit())):
             raise AdapterNotFoundError(f"no model {model!r} here; served: {', '.join(self.names()[:20])}")
         ref = AdapterRef(trained.name, int(digits) if at else trained.step)
         if ref.step != trained.step:
@@ -95,17 +100,34 @@ class ServedBase:
         return Served(adapter=ref, canonical=str(ref))
 
     async def _load_older(self, trained: TrainedModel, ref: AdapterRef) -> None:
-        if ref not in self._older:
-            if ref.step not in trained.store.steps():
-                raise AdapterNotFoundError(
-                    f"{trained.name} has no checkpoint {ref.step}; it has {trained.store.steps()}"
-                )
-            await self.engine.load_adapter(ref, trained.store.path(ref.step))
-        self._older[ref] = None
+        if ref not in self.engine.adapters():
+            path = self._path_of(trained, ref.step)
+            try:
+                await self.engine.load_adapter(ref, path)
+            except (CheckpointError, EngineError):
+                self._path_of(trained, ref.step)  # says so if it was deleted meanwhile
+                raise
+            try:
+                self._path_of(trained, ref.step)
+            except AdapterNotFoundError:  # deleted while it was loaded
+                await self.forget(ref)
+                raise
+        self._older[ref] = time.monotonic()
         self._older.move_to_end(ref)
         while len(self._older) > self._served_checkpoints:
-            oldest, _ = self._older.popitem(last=False)
+            oldest, asked = next(iter(self._older.items()))
+            if time.monotonic() - asked < JUST_ASKED_S:
+                break
+            del self._older[oldest]
             await self.engine.drop_adapter(oldest)
+
+    def _path_of(self, trained: TrainedModel, step: int) -> Path:
+        """The folder of a checkpoint. Raises: AdapterNotFoundError when it is not there, or is not complete."""
+        try:
+            return trained.store.path(step)
+        except CheckpointError:
+            kept = trained.store.steps()
+            raise AdapterNotFoundError(f"{trained.name} has no checkpoint {step}; it has {kept}") from None
 
     async def forget(self, ref: AdapterRef) -> None:
         """Stop serving an older checkpoint; requests that use it end first."""
