@@ -11,6 +11,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.pop("WANDB_API_KEY", None)  # a developer's own key would send the tests' runs to W&B
 # A shell starts what it runs in the background with interrupts ignored, and children inherit that: the tests that
 # interrupt a wait, a kernel or a process would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
