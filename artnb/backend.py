@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .config import TrainSFTConfig
     from .model import TrainableModel
     from .tracking.history import History
+    from .training.types import Floats
     from .trajectories import Trajectory
 
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
@@ -124,5 +125,27 @@ class HasCheckpointFiles(Protocol):
         """The PEFT folder of a checkpoint (None: the newest) on this machine's disk.
 
         Raises: CheckpointError when there is none.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLogprobs:
+    """Log-probs, in nats, of all assistant tokens of a trajectory; `row_tokens`: tokens that were read for it."""
+
+    values: Floats
+    row_tokens: int
+
+
+@runtime_checkable
+class HasBaseLogprobs(Protocol):
+    """A backend whose base weights can be asked how likely they find a text: `LikelihoodJudge` needs it."""
+
+    async def base_logprobs(
+        self, model: TrainableModel, trajectories: Sequence[Trajectory]
+    ) -> list[TurnLogprobs | None]:
+        """Log-probs of the assistant turns under the base, every adapter off.
+
+        None for a trajectory without assistant turns after a prompt, or longer than the context. Raises: RenderError.
         """
         ...

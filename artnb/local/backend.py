@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..backend import ASGIApp, TrainResult, check_groups, chosen_config
+from ..backend import ASGIApp, TrainResult, TurnLogprobs, check_groups, chosen_config
 from ..capture import Collector
 from ..config import TrainConfig, TrainSFTConfig, check_choice, check_number
 from ..engines.base import AdapterRef
@@ -27,6 +27,7 @@ from .fork import fork, origin_of_folder, origin_of_model
 from .lockfile import FolderLock
 from .resident import RESIDENTS, Resident
 from .run_file import write_run_file
+from .scoring import base_logprobs
 from .served import ServedBase
 from .step import run_sft_step, run_step
 from .trained import TrainedModel
@@ -368,6 +369,12 @@ class LocalBackend:
 
     def context_tokens(self, model: TrainableModel) -> int | None:
         return self._trained(model).served().engine.context_length
+
+    async def base_logprobs(
+        self, model: TrainableModel, trajectories: Sequence[Trajectory]
+    ) -> list[TurnLogprobs | None]:
+        """How likely the base, every adapter off, finds the assistant turns of each trajectory; see HasBaseLogprobs."""
+        return await base_logprobs(self._trained(model).served(), trajectories)
 
     def history(self, model: TrainableModel) -> History:
         trained = self._models.get(model.name)
