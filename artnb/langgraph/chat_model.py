@@ -7,11 +7,11 @@ What is sampled is recorded by capture.py, where the endpoint sees it.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import openai
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import LanguageModelInput, ModelProfile
+from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.outputs.chat_generation import merge_chat_generation_chunks
@@ -25,6 +25,9 @@ from ..notebook.loop import LoopThread
 from ..serving.transport import make_client
 from .foreign import record_foreign
 from .rollout import rollout_model
+
+if TYPE_CHECKING:
+    from langchain_core.language_models import ModelProfile
 
 _SYNC = LoopThread("artnb-langgraph")
 """Where requests of synchronous calls run: LangGraph's nodes and tools may be in any thread, with a loop or without."""
