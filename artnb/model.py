@@ -249,6 +249,7 @@ class TrainableModel(Model):
         else:
             rows = read_trajectories(trajectories)
         backend = await self.ready()
+        configure(self, {"sft": config or TrainSFTConfig()})
         result = await backend.train_sft(self, rows, config)
         if verbose:
             print(f"artnb: {result}", flush=True)
