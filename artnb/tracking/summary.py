@@ -9,11 +9,15 @@ from collections.abc import Sequence
 
 from ..trajectories import TrajectoryGroup
 
+SPENT = "judge/"
+"""Metrics of a group that say what was spent on it; a step spends their sum."""
+
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """`reward` (mean over scored trajectories), its spread inside groups, and the mean of every metric.
 
-    `exceptions` counts the rollouts that failed, with a trajectory or without one.
+    What was spent on a group (its metrics `judge/…`) is summed. `exceptions` counts the rollouts that failed, with a
+    trajectory or without one.
     """
     scored = [[t.reward for t in g if t.reward is not None and math.isfinite(t.reward)] for g in groups]
     rewards = [r for rewards in scored for r in rewards]
@@ -23,6 +27,10 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
             for name, value in trajectory.metrics.items():
                 values[name].append(float(value))
     summary = {name: statistics.fmean(v) for name, v in values.items()}
+    for group in groups:
+        for name, value in group.metrics.items():
+            if name.startswith(SPENT):
+                summary[name] = summary.get(name, 0.0) + float(value)
     if rewards:
         summary["reward"] = statistics.fmean(rewards)
     spreads = [statistics.pstdev(r) for r in scored if len(r) > 1]
