@@ -15,7 +15,7 @@ _FROM_THE_MODEL = frozenset(
     (
         *("base_url", "openai_api_base", "api_key", "openai_api_key", "organization", "openai_organization"),
         *("openai_proxy", "http_client", "http_async_client", "http_socket_options"),
-        *("client", "async_client", "root_client", "root_async_client", "art_model", "made_in"),
+        *("client", "async_client", "root_client", "root_async_client", "art_model", "made_in", "asked_name"),
     )
 )
 _RESPONSES_API = frozenset(
