@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_serve(commands: Any) -> None:
     serve = commands.add_parser(
         "serve",
+        allow_abbrev=False,  # else --api-key would be taken, and a key would stand in the list of processes
         help="put this machine's GPU behind RemoteBackend, for notebooks elsewhere",
         description="Serve and train models for RemoteBackend clients. The key is read from --api-key-file or "
         "$ARTNB_API_KEY, or made and printed. Interrupt it to end it; steps are complete or not there.",
@@ -156,11 +157,8 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    try:
-        from .training.export import Source, export_checkpoint
-    except ImportError as error:
-        raise ConfigError(f'artnb export needs {error.name}: pip install "artnb[local]"') from error
     from .training.checkpoints import CheckpointStore
+    from .training.export import Source, export_checkpoint
 
     folder, step = options.model, options.step
     if not (folder / "adapter_config.json").is_file():

@@ -83,10 +83,10 @@ def model_card(exported: Exported, repo_id: str) -> str:
     what = "A LoRA adapter" if adapter else "A fine-tuned model"
     base = f" of [{exported.base_model}](https://huggingface.co/{exported.base_model})" if public else ""
     at = "" if exported.step is None else f", checkpoint {exported.step}"
-    line = exported.vllm.replace(str(exported.path), repo_id)
+    served = f"\n```bash\n{exported.vllm.replace(str(exported.path), repo_id)}\n```\n" if public or not adapter else ""
     return (
         f"---\n{ModelCardData(**fields).to_yaml()}\n---\n\n# {repo_id.partition('/')[2]}\n\n"
-        f"{what}{base}, trained with [artnb](https://github.com/artnb/artnb){at}.\n\n```bash\n{line}\n```\n"
+        f"{what}{base}, trained with [artnb](https://github.com/artnb/artnb){at}.\n{served}"
     )
 
 

@@ -25,6 +25,7 @@ from .notebook.loop import spawn, ticking
 from .tracking.choose import configure, track
 from .tracking.history import History
 from .training.checkpoints import CheckpointStore, steps_to_delete
+from .training.export import Source, export_checkpoint
 from .training.sft_data import SFTData, read_trajectories
 from .trajectories import TrajectoryGroup
 
@@ -313,10 +314,6 @@ class TrainableModel(Model):
         Raises: ConfigError, ModelError, CheckpointError; see docs/checkpoints.md.
         """
         folder = await self._checkpoint_folder(step)
-        try:
-            from .training.export import Source, export_checkpoint
-        except ImportError as error:
-            raise ConfigError(f'model.export needs {error.name}: pip install "artnb[local]"') from error
         source = Source(folder, self.name, step, self.base_model)
         base = None if base_model is None else str(base_model)
         return await asyncio.to_thread(export_checkpoint, source, path, format=format, dtype=dtype, base_model=base)

@@ -27,7 +27,7 @@ from artnb.cli import main
 from artnb.errors import CheckpointError, ConfigError, ModelError
 from artnb.exported import EXPORT_FILE, Exported
 from artnb.tracking.history import History
-from artnb.training import export as export_module
+from artnb.training import merge as merge_module
 from artnb.training.export import Source, export_checkpoint
 from artnb.training.policy import load_policy
 
@@ -133,7 +133,7 @@ def test_a_quantized_base_is_refused_and_its_full_weights_are_taken(
 def test_too_little_memory_is_said_before_anything_is_loaded(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export_module, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(merge_module, "available_bytes", lambda device: 1000)
     with pytest.raises(ModelError, match=r"takes 0\.0 GiB of memory, 0\.0 GiB are free; .* format='adapter'"):
         export_checkpoint(Source(adapter, "agent"), tmp_path / "out")
     export_checkpoint(Source(adapter, "agent"), tmp_path / "out", format="adapter")

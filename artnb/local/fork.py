@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import check_number
 from ..errors import CheckpointError, ConfigError
-from ..training.adapter_shape import CONFIG_FILE, WEIGHTS_FILE, check_adapter
+from ..training.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from ..training.adapter_shape import check_adapter
 from ..training.checkpoints import MANIFEST, CheckpointStore, model_folder
 from .lockfile import FolderLock
 from .run_file import read_run_file, write_run_file

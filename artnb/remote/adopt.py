@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from ..backend import TrainResult
 from ..errors import CheckpointError
 from ..local.trained import TrainedModel
-from ..training.adapter_shape import CONFIG_FILE, WEIGHTS_FILE, check_adapter
+from ..training.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from ..training.adapter_shape import check_adapter
 from ..training.trainer import Trainer
 from .uploads import Uploads
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -16,25 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..config import LoraConfig
 from ..errors import CheckpointError, ConfigError, ModelError
+from .adapter_files import WEIGHTS_FILE, read_adapter_config
 from .base_model import check_folder
 
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 Shape = tuple[int, ...]
-
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None, []),
-    "lora_bias": (False, None),
-    "trainable_token_indices": (None, []),
-    "fan_in_fan_out": (False, None),
-}
-"""Options of PEFT's LoRA that artnb's LoraConfig does not have, with the values that mean they are not used."""
 
 
 def empty_model(base_model: str | Path) -> PreTrainedModel:
@@ -72,32 +56,6 @@ def adapter_shapes(base_model: str | Path, lora: LoraConfig) -> dict[str, Shape]
             raise ConfigError(f"LoraConfig: target_modules={lora.target_modules!r}: {error}") from error
         held = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     return {name: tuple(weight.shape) for name, weight in held.items()}
-
-
-def read_adapter_config(path: Path) -> dict[str, Any]:
-    """A PEFT folder's adapter_config.json. Raises: CheckpointError for what is missing, or no LoRA of artnb's kind."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; give a PEFT adapter folder, with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    for file in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (path / file).is_file():
-            hint = ""
-            if file == WEIGHTS_FILE and (path / "adapter_model.bin").is_file():
-                hint = " (adapter_model.bin is a pickle, which can run code when it is read: save it as safetensors)"
-            raise CheckpointError(f"{path} is not a complete PEFT adapter folder: it has no {file}{hint}")
-    try:
-        config = json.loads((path / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / CONFIG_FILE} cannot be read: {error}") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else config
-        raise CheckpointError(f"{path} is a {kind} adapter; only LoRA adapters are supported")
-    for option, plain in _PLAIN.items():
-        if config.get(option) not in plain:
-            raise CheckpointError(
-                f"{path} was made with {option}={config[option]!r}, which artnb's LoRA does not have; merge it into "
-                "its base model with PEFT and use the result as base_model="
-            )
-    return config
 
 
 def read_adapter_shapes(path: Path) -> dict[str, Shape]:
