@@ -82,13 +82,12 @@ from pathlib import Path
 import artnb as art
 from agents import even_groups
 
-async def main(base, path):
-    async with art.LocalBackend(path=path, device="cpu", verbose=False) as backend:
-        model = art.TrainableModel("agent", "tests", base, lora=art.LoraConfig(r=2))
-        await model.register(backend)
-        for step in range(7):
-            await model.train(await even_groups(model, step, groups=1, size=2))
-        await model.log([art.Trajectory(reward=0.25)], split="val", step=3)
+async def main(base, path):  # as in a notebook: nothing is closed
+    model = art.TrainableModel("agent", "tests", base, lora=art.LoraConfig(r=2))
+    await model.register(art.LocalBackend(path=path, device="cpu", verbose=False))
+    for step in range(7):
+        await model.train(await even_groups(model, step, groups=1, size=2))
+    await model.log([art.Trajectory(reward=0.25)], split="val", step=3)
 
 asyncio.run(main(sys.argv[1], sys.argv[2]))
 """
@@ -114,6 +113,7 @@ def test_a_run_without_network_and_stdin_ends_with_its_metrics_on_disk(tiny_base
     late = rows(run)[-1]
     assert (late["training_step"], late["val/reward"]) == (3, 0.25), "logged after step 7, kept at step 3"
     assert [row["training_step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6, 7, 3]
+    assert summary(run)["state"] == "finished"
     assert KEY not in done.stdout + done.stderr
 
 

@@ -119,7 +119,7 @@ class Tracking:
         with self._lock:
             if not self._listens:
                 EVENTS.subscribe(self._hear)
-                threading.Thread(target=self._close_at_end, name="artnb-tracking-end").start()
+                threading.Thread(target=self._close_at_end, name="artnb-tracking-end", daemon=False).start()
                 self._listens = True
             self._runs[key] = (run, [Follower(tracker, run) for tracker in trackers])
 
@@ -144,7 +144,10 @@ class Tracking:
         _end([follower for _, followers in runs for follower in followers])
 
     def _close_at_end(self) -> None:
-        """Not by atexit: it would come after the hooks of libraries that a tracker imports, which end what is open."""
+        """Not by atexit: it would come after the hooks of libraries that a tracker imports, which end what is open.
+
+        The interpreter waits for threads that are no daemons before it calls those hooks.
+        """
         threading.main_thread().join()
         self.close()
 

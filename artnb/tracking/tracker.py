@@ -65,11 +65,20 @@ class Logged:
 def traced_rewards(groups: Iterable[TrajectoryGroup]) -> list[TracedReward]:
     """Of the trajectories that were made inside a trace."""
     return [
-        TracedReward(t._traces, t.reward, {k: float(v) for k, v in t.metrics.items()})
+        TracedReward(
+            t._traces, _number(t.reward), {k: n for k, v in t.metrics.items() if (n := _number(v)) is not None}
+        )
         for group in groups
         for t in group
         if t._traces
     ]
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):  # what a rollout assigned is not checked
+        return None
 
 
 class State:
