@@ -184,6 +184,17 @@ async def test_wandb_can_be_turned_on_and_off_in_the_middle_of_a_models_life(tmp
     assert [(row["training_step"], row["_step"]) for row in rows(before)] == [(0, 0), (1, 1), (2, 2)]
     assert [(row["training_step"], row["_step"]) for row in rows(after)] == [(3, 3), (4, 4)]
     assert summary(before)["run_id"] == summary(after)["run_id"], "two folders of one run"
+    with WandbServer() as server:
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", "sync", str(before), str(after)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=clean_environment(tmp_path) | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url},
+        )
+    assert done.returncode == 0, done.stderr
+    ((run_id, sent),) = server.runs.items()
+    assert run_id == summary(before)["run_id"] and [row["training_step"] for row in sent] == [0, 1, 2, 3, 4]
     # Elsewhere it is another run, with everything.
     await log(5, WandbTracker(mode="offline", project="other"))
     *_, other = run_folders(folder)
