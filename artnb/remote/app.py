@@ -27,15 +27,16 @@ from ..errors import CheckpointError, ConfigError
 from ..local.served import ServedBase
 from ..serving.protocol import error_body
 from . import schema
-from .adapter_files import is_allowed
 from .guard import Guard, Limits, RefusedError
 from .hub import Hub
+from .safe_files import is_allowed
 from .uploads import TooLargeError, Uploads, WrongContentError
 from .wire import API
 
 KEEP_ALIVE_S = 15.0
 """Seconds after which a silent stream of events sends a comment, so that nobody on the way takes it for dead."""
 MAX_DEPTH = 64
+_TOO_DEEP = f"the body is nested more than {MAX_DEPTH} levels deep"
 NAME = Annotated[str, Path(description="As it was registered")]
 _TEXT = {
     400: "The body or the request is malformed",
@@ -93,7 +94,10 @@ class _Route(APIRoute):
 class _ThreadRequest(Request):
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            self._json = await asyncio.to_thread(json.loads, await self.body())
+            body = await self.body()
+            self._json, depth = await asyncio.to_thread(lambda: (value := json.loads(body), _depth(value)))
+            if depth > MAX_DEPTH:
+                raise HTTPException(400, _TOO_DEEP)
         return self._json
 
 
@@ -363,7 +367,7 @@ async def chat_completions(request: Request, hub: TheHub) -> Response:
     except (ValueError, RecursionError) as error:
         raise RefusedError(400, "bad_json", f"the body is not valid JSON: {error}") from None
     if _depth(body) > MAX_DEPTH:
-        raise RefusedError(400, "too_deep", f"the body is nested more than {MAX_DEPTH} levels deep")
+        raise RefusedError(400, "too_deep", _TOO_DEEP)
     name = body.get("model") if isinstance(body, dict) else None
     bases = hub.bases()
     stem = name.partition("@")[0] if isinstance(name, str) else None

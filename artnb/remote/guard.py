@@ -86,14 +86,14 @@ class Guard:
         self._app = app
         self._key = api_key.encode()
         self._limits = limits
-        self._held = 0
+        self.held = 0  # bytes of bodies, unpacked, that are in memory now
 
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reply = _Reply(send, self._limits.send_s)
         body = _Body(scope, receive, self._limits)
+        reply = _Reply(send, body, self._limits.send_s)
         try:
             if scope["path"] not in OPEN_PATHS and not self._admits(scope["headers"]):
                 raise RefusedError(
@@ -111,12 +111,10 @@ class Guard:
         except _Late:
             log.warning("%s %s: the client left its answer unread; it is cut off", scope["method"], scope["path"])
         except RefusedError as refused:
-            await reply.refuse(refused, body)
+            await reply.refuse(refused)
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
-            await reply.refuse(
-                RefusedError(500, "internal_error", "the server failed; its log has the traceback"), body
-            )
+            await reply.refuse(RefusedError(500, "internal_error", "the server failed; its log has the traceback"))
 
     async def _buffered(self, scope: Any, body: _Body, reply: _Reply) -> None:
         limit = self._limits.of(scope["path"])
@@ -128,17 +126,17 @@ class Guard:
 
         def take(count: int) -> None:
             nonlocal held
-            if self._held + count > self._limits.held:
+            if self.held + count > self._limits.held:
                 raise RefusedError(
                     429, "too_many_bodies", "too many large requests at once; send it again", (b"retry-after", b"2")
                 )
             held += count
-            self._held += count
+            self.held += count
 
         try:
             await self._app(scope, _then(await body.read(limit, take), body.receive), reply.send)
         finally:
-            self._held -= held
+            self.held -= held
 
     def _admits(self, headers: list[tuple[bytes, bytes]]) -> bool:
         given = [value for name, value in headers if name == b"authorization"]
@@ -249,23 +247,38 @@ class _Body:
 
 
 class _Reply:
-    """The answer; a client that does not read it is not waited for without end."""
+    """The answer; a client that does not read it is not waited for without end.
 
-    def __init__(self, send: Any, limit: float) -> None:
+    Where the body was not read to its end, the connection is closed behind the answer: the rest of it would be taken for
+    the next request.
+    """
+
+    def __init__(self, send: Any, body: _Body, limit: float) -> None:
         self._send = send
+        self._body = body
         self._limit = limit
         self._begun = self._whole = False
 
     async def send(self, message: dict[str, Any]) -> None:
         self._begun = True
-        self._whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if message["type"] == "http.response.start" and not self._body.whole:
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        elif last and not self._body.whole:
+            await self._pass_on({**message, "more_body": True})
+            await self._body.discard()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        self._whole = last
+        await self._pass_on(message)
+
+    async def _pass_on(self, message: dict[str, Any]) -> None:
         try:
             async with asyncio.timeout(self._limit):
                 await self._send(message)
         except TimeoutError:
             raise _Late from None
 
-    async def refuse(self, refused: RefusedError, body: _Body) -> None:
+    async def refuse(self, refused: RefusedError) -> None:
         if self._whole:
             return
         if self._begun:
@@ -273,13 +286,7 @@ class _Reply:
 
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                # What is not read of the body would be taken for the next request.
-                close = [] if body.whole else [(b"connection", b"close")]
-                message = {**message, "headers": [*message["headers"], *refused.headers, *close]}
-            elif not body.whole:
-                await self.send({**message, "more_body": True})
-                await body.discard()
-                message = {"type": "http.response.body", "body": b"", "more_body": False}
+                message = {**message, "headers": [*message["headers"], *refused.headers]}
             await self.send(message)
 
         await send_json(send, refused.status, json.dumps(refused.body()))

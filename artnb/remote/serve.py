@@ -79,8 +79,9 @@ class RemoteServer:
             raise ConfigError("TLS needs both --tls-cert and --tls-key (PEM files)")
         self.hub = hub
         limits = limits or Limits()
+        self.guard = create_app(hub, api_key, limits)
         config = uvicorn.Config(
-            create_app(hub, api_key, limits),
+            self.guard,
             http=_protocol(limits.header_s),
             log_config=None,
             access_log=False,

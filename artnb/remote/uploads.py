@@ -11,8 +11,9 @@ from tempfile import mkstemp
 
 from ..durable import is_full
 from ..errors import CheckpointError
+from ..training.adapter_files import WEIGHTS_FILE
 from ..training.checkpoints import CheckpointStore
-from .adapter_files import WEIGHTS, check_safetensors
+from .safe_files import check_safetensors
 
 HEADER_ROOM = 1 << 20
 KEPT_S = 24 * 3600.0
@@ -44,7 +45,7 @@ class Uploads:
     def limit(self, store: CheckpointStore) -> int:
         """Bytes that an adapter of this model may have: twice its own, for it may be sent in a longer dtype."""
         latest = store.latest()
-        own = 0 if latest is None else (store.path(latest) / WEIGHTS).stat().st_size
+        own = 0 if latest is None else (store.path(latest) / WEIGHTS_FILE).stat().st_size
         return 2 * own + HEADER_ROOM
 
     async def receive(self, sha256: str, parts: AsyncIterator[bytes], limit: int) -> int:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\.(safetensors|json)")
 _HEADER_LIMIT = 100 << 20
 
