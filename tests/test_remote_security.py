@@ -596,7 +596,7 @@ async def test_checkpoints_pulled_and_pushed(tiny_base: Path, tmp_path: Path) ->
             (tmp_path / "pickled").mkdir()
             (tmp_path / "pickled" / "adapter_config.json").write_text("{}")
             (tmp_path / "pickled" / "adapter_model.bin").write_bytes(b"\x80")
-            with pytest.raises(CheckpointError, match="a pickle is not sent"):
+            with pytest.raises(CheckpointError, match="is a pickle, which can run code"):
                 await backend.push_checkpoint(model, tmp_path / "pickled")
             with pytest.raises(CheckpointError, match=r"it has no adapter_config.json"):
                 await backend.push_checkpoint(model, tmp_path)

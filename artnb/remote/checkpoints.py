@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..training.adapter_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from ..training.checkpoints import CheckpointStore
-from .adapter_files import CONFIG, WEIGHTS, check_safetensors, is_allowed
 from .connection import AGAIN, Connection
 from .registered import Registered
+from .safe_files import check_safetensors, is_allowed
 from .wire import API, NOT_REGISTERED
 
 PART = 1 << 20
@@ -38,7 +39,7 @@ async def fetch_checkpoint(connection: Connection, registered: Registered, step:
             if not is_allowed(entry["name"]):
                 raise CheckpointError(f"{doing}: the server names a file {entry['name']!r}; it is not fetched")
             await _fetch(connection, f"{path}/files/{entry['name']}", entry, got / entry["name"], doing)
-        missing = [file for file in (CONFIG, WEIGHTS) if not (got / file).is_file()]
+        missing = [file for file in (CONFIG_FILE, WEIGHTS_FILE) if not (got / file).is_file()]
         if missing:
             raise CheckpointError(f"{doing}: the server has no {missing[0]} of it")
 
@@ -85,18 +86,9 @@ async def _fetch(connection: Connection, path: str, entry: Mapping[str, Any], to
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], Path, str]:
     """(configuration, weights file, its SHA-256) of a PEFT adapter folder. Raises CheckpointError."""
-    for file in (CONFIG, WEIGHTS):
-        if not (folder / file).is_file():
-            pickled = " (it has an adapter_model.bin: a pickle is not sent)" if list(folder.glob("*.bin")) else ""
-            raise CheckpointError(f"{folder} is not a complete PEFT adapter folder: it has no {file}{pickled}")
-    try:
-        config = json.loads((folder / CONFIG).read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} holds no JSON object")
-    check_safetensors(folder / WEIGHTS)
-    return config, folder / WEIGHTS, _sha256(folder / WEIGHTS)
+    config = read_adapter_config(folder)
+    check_safetensors(folder / WEIGHTS_FILE)
+    return config, folder / WEIGHTS_FILE, _sha256(folder / WEIGHTS_FILE)
 
 
 async def send_adapter(

@@ -249,8 +249,8 @@ class _Body:
 class _Reply:
     """The answer; a client that does not read it is not waited for without end.
 
-    Where the body was not read to its end, the connection is closed behind the answer: the rest of it would be taken for
-    the next request.
+    Where the body was not read to its end, the connection is closed behind the answer: the rest would be taken for the
+    next request.
     """
 
     def __init__(self, send: Any, body: _Body, limit: float) -> None:
