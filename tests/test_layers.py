@@ -16,8 +16,11 @@ import torch
 from tiny_models import branching_rows, make_model
 from torch.nn.attention import flex_attention as torch_flex
 
+import artnb as art
 from artnb.config import LoraConfig
+from artnb.errors import ConfigError
 from artnb.training import layers, logprobs
+from artnb.training import policy as policy_module
 from artnb.training.pack import build_packs
 from artnb.training.policy import Policy, load_policy
 
@@ -44,7 +47,7 @@ def traced(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda work, **options: compile_(work, backend=backend, **options))
+    monkeypatch.setattr(torch, "compile", lambda work, **options: compile_(work, backend=backend, dynamic=True))
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)  # torch has no backward kernel for CPU
     logprobs._compiled_score.cache_clear()
     torch._dynamo.reset()
@@ -126,6 +129,7 @@ def test_a_compiler_that_fails_is_given_up_with_its_reason(
         return run
 
     monkeypatch.setattr(layers.torch, "compile", broken)
+    monkeypatch.setattr(policy_module, "start_workers", lambda *, wait: None)
     logprobs._compiled_score.cache_clear()
     with caplog.at_level(logging.WARNING, "artnb"):
         policy.warm_up("agent")
@@ -133,3 +137,22 @@ def test_a_compiler_that_fails_is_given_up_with_its_reason(
     assert "cannot be compiled here" in caplog.text and "Failed to find C compiler" in caplog.text
     assert not policy._layers.compiled
     torch.testing.assert_close(passed(policy, 0), plain)
+
+
+def test_compiling_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path)
+    with pytest.raises(ConfigError, match=r"compile_layers=True needs a CUDA device.*8\.0"):
+        load_policy(folder, lora=LoraConfig(r=4), device="cpu", compile_layers=True)
+    assert not load_policy(folder, lora=LoraConfig(r=4), device="cpu")._layers.compiled
+    with pytest.raises(ConfigError, match=r"did you mean 'auto'"):
+        art.LocalBackend(compile_layers="atuo")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="activation_gib"):
+        art.LocalBackend(activation_gib=0)
+
+
+def test_a_step_keeps_what_it_is_given(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = policy._layer_bytes() * len(policy._layers)
+    policy._activation_bytes = 2048 * one
+    assert policy.recomputed_layers(2048) == 0 < policy.recomputed_layers(4096)
+    policy._activation_bytes = 2 * policy._activation_bytes
+    assert policy.recomputed_layers(4096) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,7 +49,15 @@ def stop(engine: Any, *, asleep: bool) -> None:
     except Exception:
         logger.exception("vLLM did not shut down cleanly")
     del engine
+    _forget_slots()
     collect()
+
+
+def _forget_slots() -> None:
+    """vLLM's LoRA kernels keep the engine's adapter slots in dicts of their module, by their addresses, for ever."""
+    kernels = sys.modules.get("vllm.lora.ops.triton_ops.utils")
+    for name in ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT"):
+        getattr(kernels, name, {}).clear()
 
 
 def pool_bytes() -> int:

@@ -75,7 +75,13 @@ def _embedded(
             )
     with watched_weights(report):
         policy = load_policy(
-            name, lora=lora, device=backend.device, dtype=backend.dtype, context_length=backend.context_length
+            name,
+            lora=lora,
+            device=backend.device,
+            dtype=backend.dtype,
+            context_length=backend.context_length,
+            activation_gib=backend.activation_gib,
+            compile_layers=backend.compile_layers,
         )
     engine = TransformersEngine(
         policy,
@@ -135,6 +141,8 @@ def _with_vllm(
             device=backend.device,
             dtype=dtype,
             context_length=context,
+            activation_gib=backend.activation_gib,
+            compile_layers=backend.compile_layers,
             weights=(lambda shapes: shared_weights(engine.module, shapes, getattr(torch, dtype))) if shares else None,
         )
         probe = Probe(engine, policy, limit=backend.max_probe_difference) if backend.max_probe_difference else None

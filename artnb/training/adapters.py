@@ -193,7 +193,8 @@ class Adapters:
             for weight in self._weights[before].values():
                 weight.requires_grad_(False)
         self._active = (name, train)
-        self._switch(name)
+        if name != before:
+            self._switch(name)
         if train and name is not None:
             for weight in self._weights[name].values():
                 weight.requires_grad_(True)

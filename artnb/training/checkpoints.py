@@ -257,14 +257,16 @@ class CheckpointStore:
         if (folder / MANIFEST).exists():
             raise CheckpointError(f"checkpoint {step}: the name {MANIFEST} is taken by artnb's own file")
 
-        def sealed(path: Path) -> dict[str, Any]:
-            sync_file(path)
-            return {"size": path.stat().st_size, "sha256": _sha256(path)}
-
         paths = sorted(p for p in folder.rglob("*") if p.is_file())
-        with ThreadPoolExecutor(4) as pool:  # flushing waits for the disk, hashing lets other threads run
-            found = list(pool.map(sealed, paths))
-        files = {path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, found, strict=True)}
+        with ThreadPoolExecutor(8) as pool:  # flushing waits for the disk, hashing lets other threads run
+            flushed = [pool.submit(sync_file, path) for path in paths]
+            hashes = list(pool.map(_sha256, paths))
+            for flush in flushed:
+                flush.result()
+        files = {
+            path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256}
+            for path, sha256 in zip(paths, hashes, strict=True)
+        }
         if not files:
             raise CheckpointError(f"checkpoint {step}: nothing was written into {folder}")
         for path in folder.rglob("*"):

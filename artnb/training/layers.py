@@ -9,8 +9,9 @@ Passes without gradients run as they are.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,9 +36,8 @@ class LayerPasses:
         self._recomputed: int | None = None  # None outside `training`
         self._trim: Trimmer | None = None
         self._count = len(layers)
-        self.layers = []
         for index, layer in enumerate(layers):
-            layer.forward = _LayerForward(self, index, layer.forward); self.layers.append(layer.forward)
+            layer.forward = _LayerForward(self, index, layer.forward)
 
     def __len__(self) -> int:
         return self._count
@@ -48,7 +48,8 @@ class LayerPasses:
         before, self._recomputed = self._recomputed, recomputed
         self._trim = Trimmer(self._device)
         try:
-            yield
+            with _kept_share() if self.compiled else nullcontext():
+                yield
         finally:
             self._recomputed = before
 
@@ -93,6 +94,32 @@ class LayerPasses:
         return out
 
 
+def start_workers(*, wait: bool) -> None:
+    """Start the processes in which torch compiles kernels; `wait` until they are there.
+
+    Before they are torch compiles one kernel after the other in this process, which takes a minute and not 15 seconds.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    if wait:
+        AsyncCompile.wait_pool_ready()
+    else:
+        AsyncCompile.use_process_pool()
+
+
+def _kept_share() -> AbstractContextManager[None]:
+    """What is compiled in this block keeps 7/10 of the activations: all that need a matrix product to be had again."""
+    import torch._functorch.config as compiler
+
+    share: AbstractContextManager[None] = compiler.patch(activation_memory_budget=0.7)
+    return share
+
+
+def _options() -> dict[str, Any]:
+    # What launches the kernels is compiled, too, where there is a C++ compiler: a small pack is bound by it.
+    return {"cpp_wrapper": True} if any(map(shutil.which, ("c++", "g++", "clang++"))) else {}
+
+
 class _LayerForward:
     """One layer's forward pass."""
 
@@ -104,7 +131,7 @@ class _LayerForward:
 
     def compiled(self) -> Callable[..., Any]:
         if self._compiled is None:  # torch imports its compiler only where it is used
-            self._compiled = torch.compile(self.plain, dynamic=True)
+            self._compiled = torch.compile(self.plain, dynamic=True, options=_options())
         return self._compiled
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

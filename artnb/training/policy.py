@@ -7,6 +7,7 @@ know about losses or optimizers.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -19,14 +20,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import PackAttend, flat_inputs
 from ..config import LoraConfig, check_choice
-from ..errors import ModelError
+from ..errors import ConfigError, ModelError
 from ..memory import available_bytes
 from ..packed_linear import PackedLinear
 from .adapters import Adapters
 from .base_model import BaseModel, Weights, load_base
 from .fast_norms import use_fused_norms
 from .flex_tree import FlexTreeAttend
-from .layers import LayerPasses
+from .layers import LayerPasses, start_workers
 from .logprobs import OutputHead, gather_logprobs
 from .pack import build_packs
 from .tree_attention import TreeAttend
@@ -34,10 +35,13 @@ from .types import Pack, Row
 
 CPU_ACTIVATION_BYTES = 2 << 30
 """On CPU a step keeps at most this much of activations (or half of what is free): the machine is also the user's."""
-GPU_ACTIVATION_BYTES = 32 << 30
-"""On a GPU a step keeps at most this much (or 6/10 of what is free): larger packs are no faster."""
-GPU_PASS_TOKENS = 4096
-"""What launching a pass's kernels costs beside computing them, in tokens (28 layers on an H200: 0.1 s)."""
+GPU_ACTIVATION_BYTES = 1 << 30
+"""On a GPU a step keeps at most this much, or half as much as the base model's weights take where that is more (or 6/10
+of what is free). Twenty times as much makes a step a third faster: `activation_gib` is for who has it."""
+GPU_PASS_TOKENS = 3072
+"""What launching a pass's kernels costs beside computing them, in tokens (28 layers on an H200: 0.06 s)."""
+COMPILED_FROM = 500_000_000
+"""Weights from which on compiling the layers (a minute, once) is worth it by itself."""
 LOGITS_BYTES = 128 << 20
 """On a GPU the fp32 logits of so many bytes exist at a time."""
 WARM_UP_TOKENS = 1024
@@ -47,8 +51,9 @@ class Policy:
     """A base model with adapters. Made by `load_policy`.
 
     `gradient_checkpointing`: True recomputes every layer's activations in the backward pass, False none;
-    "auto" recomputes as many layers as the free memory asks for. `chunk`: positions whose logits exist at a time;
-    None is 256, and more on a GPU.
+    "auto" recomputes as many layers as the memory for activations asks for: `activation_gib` GiB, by default what
+    the module's constants say. `compile_layers`: see layers.py; "auto" compiles those of larger models on an Ampere GPU
+    or a newer one. `chunk`: positions whose logits exist at a time; None is 256, and more on a GPU.
     """
 
     def __init__(
@@ -57,10 +62,13 @@ class Policy:
         lora: LoraConfig,
         *,
         gradient_checkpointing: bool | Literal["auto"] = "auto",
+        activation_gib: float | None = None,
+        compile_layers: bool | Literal["auto"] = "auto",
         chunk: int | None = None,
     ) -> None:
-        if not isinstance(gradient_checkpointing, bool):
-            check_choice("Policy", "gradient_checkpointing", gradient_checkpointing, ("auto",))
+        for option, value in (("gradient_checkpointing", gradient_checkpointing), ("compile_layers", compile_layers)):
+            if not isinstance(value, bool):
+                check_choice("Policy", option, value, ("auto",))
         self.name = base.name
         self.tokenizer: Any = base.tokenizer
         self.device = base.device
@@ -82,9 +90,12 @@ class Policy:
             use_fused_norms(self._decoder)
         modules = list(self._decoder.modules())
         self._windows = {getattr(m, "sliding_window", None) for m in [self._text_config, *modules]} | {None}
-        packed = any(isinstance(m, PackedLinear) for m in modules)
+        self._activation_bytes = None if activation_gib is None else int(activation_gib * 2**30)
+        self._weight_bytes: int = sum(p.nbytes for n, p in base.model.named_parameters() if "lora_" not in n)
         self._cold = True
-        self._layers = LayerPasses(layers, base.device, compiled=self._flex and not packed)
+        self._layers = LayerPasses(layers, base.device, compiled=self._compiles(compile_layers, modules))
+        if self._layers.compiled:
+            start_workers(wait=False)
         self._check()
 
     @property
@@ -180,6 +191,7 @@ class Policy:
         if not self.cold:
             return
         self._cold = False
+        start_workers(wait=True)
         row_S = np.arange(WARM_UP_TOKENS) % int(self._text_config.vocab_size)
         sampled_S = row_S >= WARM_UP_TOKENS - 64
         ones_S = np.ones(WARM_UP_TOKENS, np.float32)
@@ -231,9 +243,21 @@ class Policy:
 
     def _activation_budget(self) -> int:
         free = available_bytes(self.device)
+        if self._activation_bytes is not None:
+            return min(self._activation_bytes, free)
         if self.device.type == "cpu":
             return min(CPU_ACTIVATION_BYTES, free // 2)
-        return min(GPU_ACTIVATION_BYTES, free * 6 // 10)
+        return min(max(GPU_ACTIVATION_BYTES, self._weight_bytes // 2), free * 6 // 10)
+
+    def _compiles(self, asked: bool | str, modules: Sequence[torch.nn.Module]) -> bool:
+        packed = any(isinstance(m, PackedLinear) for m in modules)
+        if asked is True and (packed or not self._flex):
+            raise ConfigError(
+                "compile_layers=True needs a CUDA device of compute capability 8.0 or newer and weights that are not "
+                'packed (load_in_4bit, load_in_fp8); compile_layers="auto" does without where it cannot be'
+            )
+        weights = sum(p.numel() for p in self.base.parameters())
+        return bool(asked) and self._flex and not packed and (asked is True or weights >= COMPILED_FROM)
 
     def _pick_chunk(self) -> int:
         if self.device.type == "cpu":
@@ -292,6 +316,8 @@ def load_policy(
     dtype: str = "auto",
     context_length: int | None = None,
     gradient_checkpointing: bool | Literal["auto"] = "auto",
+    activation_gib: float | None = None,
+    compile_layers: bool | Literal["auto"] = "auto",
     weights: Weights | None = None,
 ) -> Policy:
     """Load a base model from a folder or the hub and make it ready for adapters shaped like `lora`.
@@ -305,4 +331,10 @@ def load_policy(
     that cannot be honoured here.
     """
     base = load_base(base_model, device=device, dtype=dtype, context_length=context_length, weights=weights)
-    return Policy(base, lora, gradient_checkpointing=gradient_checkpointing)
+    return Policy(
+        base,
+        lora,
+        gradient_checkpointing=gradient_checkpointing,
+        activation_gib=activation_gib,
+        compile_layers=compile_layers,
+    )
