@@ -55,6 +55,8 @@ async def test_a_post_is_sent_once_whatever_comes(service: TrainingService, tmp_
         assert ADVICE[status] in message
         # Whether it was carried out is known for what was refused, not for what failed inside.
         assert ("may have been carried out" in message) == (status >= 500)
+        assert message.endswith("The rollouts are kept: backend.history(model).load_groups(1, 'train')")
+        assert [t.reward for t in backend.history(model).load_groups(1, "train")[0]] == [0, 1]
         assert (await backend.train(model, rollouts(0, 1))).step == 1
 
 
@@ -74,6 +76,18 @@ async def test_other_calls_are_tried_four_times_where_that_can_help(
         assert (", 4 times" in str(raised.value)) == (status in RETRIED)
         service.fail("GET /checkpoints", Fault(503), times=3)
         assert await model.get_step() == 0
+
+
+async def test_rollouts_are_kept_when_the_service_cannot_be_asked(service: TrainingService, tmp_path: Path) -> None:
+    async with registered(service, tmp_path) as (model, backend):
+        assert (await backend.train(model, rollouts(0, 1))).step == 1
+        service.fail("GET /checkpoints", Fault(500), times=4)
+        with pytest.raises(
+            ServiceError, match=r"The rollouts are kept: backend\.history\(model\)\.load_groups\(2, 'train'\)"
+        ):
+            await backend.train(model, rollouts(0.5, 0.25))
+        kept = backend.history(model).load_groups(2, "train")
+        assert (await backend.train(model, kept)).step == 2
 
 
 async def test_a_wrong_key_names_where_the_right_one_is(service: TrainingService, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ..backend import ASGIApp, check_groups
 from ..capture import CaptureRegistry, Collector
 from ..compat.options import flat, without_nothing
 from ..config import TrainConfig, TrainSFTConfig, check_number
-from ..errors import CheckpointError, ConfigError, ModelError
+from ..errors import CheckpointError, ConfigError, ModelError, ServiceError
 from ..tracking.follow import TRACKING
 from ..tracking.history import History
 from ..tracking.summary import summarize
@@ -148,21 +148,41 @@ class ServerlessBackend:
             options = without_nothing(flat(options), kept=SERVICE_NAMES)
             experimental_config(config, options, step=0)  # a wrong option is told before anything is waited for
             job = await self._same_job(registered, payload.digest)
+            if job is None and not payload.groups:
+                return await self._without_signal(registered, groups, payload)
             if job is None:
-                step = await registered.read_step()
-                if not payload.groups:
-                    return await self._without_signal(registered, groups, payload)
-                if payload.batch.notes:
-                    registered.say(f"step {step + 1}: {payload.in_words()}")
-                settings = experimental_config(config, options, step)
-                started = await self._service.start_training(registered.there.id, payload.groups, settings)
-                job = Job(started.id, "train", registered.there.id, step, payload.digest)
-                registered.open_job.write(job)
-            await registered.log_rollouts(job.step + 1, "train", groups)
+                job = await self._start(
+                    registered, groups, payload, lambda step: experimental_config(config, options, step)
+                )
             reasons = map(str, payload.batch.group_reasons.values())
             return await registered.finish(
                 job, groups=groups, metrics=payload.batch.metrics, reasons=reasons, notes=payload.batch.notes
             )
+
+    async def _start(
+        self,
+        registered: Registered,
+        groups: list[TrajectoryGroup],
+        payload: Payload,
+        settings: Callable[[int], dict[str, Any]],
+    ) -> Job:
+        """Start the job. The rollouts are kept first: a call may fail, and they are dear."""
+        kept = registered.step
+        await registered.log_rollouts(kept + 1, "train", groups)
+        try:
+            step = await registered.read_step()
+            if step != kept:  # somebody else has trained it meanwhile
+                await registered.log_rollouts(step + 1, "train", groups)
+                kept = step
+            if payload.batch.notes:
+                registered.say(f"step {step + 1}: {payload.in_words()}")
+            started = await self._service.start_training(registered.there.id, payload.groups, settings(step))
+        except ServiceError as error:
+            where = f"backend.history(model).load_groups({kept + 1}, 'train')"
+            raise ServiceError(f"{error}. The rollouts are kept: {where}", status=error.status) from None
+        job = Job(started.id, "train", registered.there.id, step, payload.digest)
+        registered.open_job.write(job)
+        return job
 
     async def train_sft(
         self, model: TrainableModel, trajectories: Iterable[Trajectory], config: TrainSFTConfig | None = None
@@ -226,6 +246,7 @@ class ServerlessBackend:
         words = payload.in_words()
         registered.say(f"step {registered.step + 1}: {words}")
         await asyncio.to_thread(registered.history.log_trajectories, registered.step + 1, "untrained", groups)
+        await registered.read_step()
         result = ServerlessTrainResult(step=registered.step, metrics=summarize(groups), trained=False)
         result.reasons.update(map(str, payload.batch.group_reasons.values()))
         result.notes = [words, *payload.batch.notes]
