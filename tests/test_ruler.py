@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,15 @@ async def test_rubric_and_tools_and_further_conversations_are_shown() -> None:
     await ruler_score_group(given, model)
     text = server.asked[1]["messages"][1]["content"]
     assert text.count("from a sub-agent") == 1 and '"lookup"' in text
+
+
+async def test_data_of_images_is_not_sent() -> None:
+    server, model = judge(by_length)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 5000}}
+    look = {"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]}
+    await ruler([[look, {"role": "assistant", "content": text}] for text in ("a cat", "a black cat")], model)
+    text = server.asked[0]["messages"][1]["content"]
+    assert "AAAA" not in text and "what is it?" in text and text.count("image_url") == 1
 
 
 async def test_equal_conversations_are_shown_once_and_scored_alike() -> None:
@@ -319,7 +329,7 @@ async def test_a_group_keeps_what_it_was_and_what_judging_took() -> None:
     assert "independent_reward" not in again.trajectories[1].metrics
 
 
-async def test_tokens_and_cost_of_a_step_are_sums_in_the_history() -> None:
+async def test_tokens_and_cost_of_a_step_are_sums_in_the_history(tmp_path: Path) -> None:
     server = JudgeServer(by_length)
     model = Judge("judge", client=server.client(), price=(1.0, 10.0))
     judged = [await ruler_score_group(group("a", "bb"), model) for _ in range(3)]
@@ -328,6 +338,10 @@ async def test_tokens_and_cost_of_a_step_are_sums_in_the_history() -> None:
     assert summary["judge/cost"] == pytest.approx(3 * 300 / 1e6)
     assert summary["independent_reward"] == pytest.approx(0.05)
     assert "ruler_score" in summary and summarize([group("a")]).get("judge/cost") is None
+    played = art.Model(name="m", project="p", base_path=tmp_path)
+    await played.log(judged, "val")
+    (row,) = played.history().to_dict("records")
+    assert row["val/judge/cost"] == pytest.approx(3 * 300 / 1e6) and row["val/judge/completion_tokens"] == 60
 
 
 async def test_without_a_price_no_cost_is_made_up() -> None:

@@ -126,6 +126,13 @@ async def test_wrong_likelihood_judges_say_what_to_do(local: Any) -> None:
         await ruler([[{"content": "hi"}, {"role": "assistant", "content": "a"}]], LikelihoodJudge(local))
     with pytest.raises(ConfigError, match="takes no options"):
         await ruler(conversations("a"), LikelihoodJudge(local), {"temperature": 0})
+    with pytest.raises(ConfigError, match="reads no rubric"):
+        await ruler(conversations("a"), LikelihoodJudge(local), rubric="Shorter is better.")
+    with pytest.raises(JudgeError, match="was not done within 1e-09 s"):
+        await ruler(conversations("a"), LikelihoodJudge(local), timeout=1e-9)
+    for judge in (LikelihoodJudge, lambda model: model):
+        with pytest.raises(ConfigError, match="is not registered"):
+            await ruler(conversations("a"), judge(art.TrainableModel(name="new", project="tests", base_model="base")))
 
 
 # How often judges are right -------------------------------------------------------------------------

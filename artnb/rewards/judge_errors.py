@@ -10,7 +10,10 @@ import openai
 
 def explain(error: openai.OpenAIError, name: str) -> str:
     """The text of a JudgeError."""
-    return f"the judge {name} {_what(error)}. It said: {_line(error)}"
+    said = _line(error)
+    if isinstance(error, openai.APIConnectionError) and error.__cause__ is not None:
+        said += f" ({_line(error.__cause__)})"  # openai's own text is "Connection error."
+    return f"the judge {name} {_what(error)}. It said: {said}"
 
 
 def _what(error: openai.OpenAIError) -> str:

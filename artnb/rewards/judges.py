@@ -252,6 +252,7 @@ class _ModelJudge(Judge):
         assert model is not None  # who asks holds it
         with no_capture():  # what the judge says is no part of the rollout around it
             if isinstance(model, TrainableModel):
+                await model.ready()  # one that was never registered says so itself
                 yield model.openai_client()
             else:
                 async with model.openai_client() as client:

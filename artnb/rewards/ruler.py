@@ -177,8 +177,15 @@ class _Asked:
             check_number("ruler", "timeout", timeout, above=0.0)
         self.options = dict(options or {})
         self.judge = judge_model if isinstance(judge_model, LikelihoodJudge) else as_judge(judge_model)
-        if self.options and isinstance(judge_model, LikelihoodJudge):
-            raise ConfigError(f"ruler: a LikelihoodJudge samples nothing, so it takes no options: {list(self.options)}")
+        if isinstance(judge_model, LikelihoodJudge):
+            if self.options:
+                raise ConfigError(
+                    f"ruler: a LikelihoodJudge samples nothing, so it takes no options: {[*self.options]}"
+                )
+            if rubric != DEFAULT_RUBRIC:
+                raise ConfigError(
+                    "ruler: a LikelihoodJudge reads no rubric; leave rubric= out, or ask a judge in words"
+                )
         self.rubric = rubric
         self.tools = tools
         self.debug = debug
@@ -193,7 +200,7 @@ class _Asked:
         if not present:
             return scores
         if isinstance(self.judge, LikelihoodJudge):
-            said = await self.judge.compare([conversations[i] for i in present], self.tools, usage)
+            said = await self._compare(self.judge, [conversations[i] for i in present], usage)
         else:
             question = make_question([conversations[i] for i in present], self.rubric, self.tools)
             said = await self._ask_all(self.judge, question, usage)
@@ -203,6 +210,20 @@ class _Asked:
         for index in set(present) - {present[place] for place in said}:
             scores[index] = _unscored(index, "the judge gave it no usable score")
         return scores
+
+    async def _compare(
+        self, judge: LikelihoodJudge, conversations: Sequence[Conversation], usage: JudgeUsage
+    ) -> dict[int, tuple[float, str]]:
+        try:
+            async with asyncio.timeout(self.timeout):
+                said = await judge.compare(conversations, self.tools, usage)
+        except TimeoutError as error:
+            raise JudgeError(
+                f"the judge {judge.name} was not done within {self.timeout:g} s: raise timeout="
+            ) from error
+        if self.debug:
+            print(f"[ruler] {judge.name}: {said}", flush=True)
+        return said
 
     async def _ask_all(self, judge: AskedJudge, question: Question, usage: JudgeUsage) -> dict[int, tuple[float, str]]:
         """Place in the question's conversations → (score, explanation), averaged over the orders."""

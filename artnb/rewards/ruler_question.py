@@ -34,6 +34,9 @@ Answer with JSON only, with exactly one entry for each of the {count} attempts (
 {{"scores": [{{"trajectory_id": "1", "explanation": "<one or two sentences>", "score": <number from 0 to 1>}}, ...]}}"""
 
 
+_MEDIA = ("image_url", "input_image", "input_audio", "file", "input_file")
+
+
 @dataclass(frozen=True)
 class Question:
     """The candidates of one group, equal ones merged. `shown[i]` is what all of `members[i]` are."""
@@ -75,7 +78,8 @@ def make_question(
     members: list[list[int]] = []
     for index, (messages, others) in enumerate(conversations):
         own: Any = messages[shared:]
-        text = _json({"messages": own, "further_conversations": others} if others else own, f"trajectory {index}")
+        value = {"messages": own, "further_conversations": others} if others else own
+        text = _json(value, f"trajectory {index}")
         if text not in firsts:
             firsts[text] = len(members)
             members.append([])
@@ -124,9 +128,20 @@ def _common(conversations: Sequence[tuple[list[Any], list[list[Any]]]]) -> int:
 def _json(value: Any, what: str) -> str:
     """JSON that cannot close the tag that it stands in."""
     try:
-        return json.dumps(value, ensure_ascii=False, default=_plain).replace("</", "<\\/")
+        return json.dumps(_texts(value), ensure_ascii=False, default=_plain).replace("</", "<\\/")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"ruler: {what} cannot be written as JSON for the judge: {error}") from error
+
+
+def _texts(value: Any) -> Any:
+    """Without the data of images, sounds and files: as text they are long, and nobody can read them."""
+    if isinstance(value, list):
+        return [_texts(item) for item in value]
+    if isinstance(value, dict):
+        if value.get("type") in _MEDIA:
+            return {"type": value["type"], "omitted": "its data is not shown"}
+        return {key: _texts(item) for key, item in value.items()}
+    return value
 
 
 def _plain(value: Any) -> Any:
