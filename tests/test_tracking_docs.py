@@ -35,15 +35,17 @@ def test_the_page_runs(tiny_base: Path, tmp_path: Path) -> None:
     assert "3 blocks of tracking.md ran" in done.stdout
     folder = tmp_path / ".art" / "tracking" / "models" / "agent-001"
     (run,) = run_folders(folder)
-    assert [row["training_step"] for row in rows(run)] == [1, 2, 1]
+    assert [row["training_step"] for row in rows(run)] == [1, 1, 2, 3]
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
-    (call,) = [call for call in weave.calls if "/op/rollout:" in call["op_name"]]
-    assert [other["parent_id"] for other in weave.calls if other is not call] == [call["id"], None]
-    ((feedback,), (score,)) = weave.feedback, langfuse.scores
-    assert feedback["weave_ref"].endswith(call["id"]) and feedback["payload"]["model"] == "judged"
-    (root,) = [span for span in langfuse.spans if span.name == "rollout"]
-    assert score["traceId"] == root.trace and score["metadata"]["model"] == "scored"
-    assert [span.parent for span in langfuse.spans if span.name == "OpenAI-generation"] == [root.id]
+    rollouts = [call for call in weave.calls if "/op/rollout:" in call["op_name"]]
+    below = [call for call in weave.calls if call["parent_id"] in {call["id"] for call in rollouts}]
+    assert len(rollouts) == len(below) == 2
+    assert {f["weave_ref"].rpartition("/")[2] for f in weave.feedback} == {call["id"] for call in rollouts}
+    assert {(f["payload"]["split"], f["payload"]["step"]) for f in weave.feedback} == {("train", 2)}
+    roots = [span for span in langfuse.spans if span.name == "rollout"]
+    generations = [span for span in langfuse.spans if span.name == "OpenAI-generation"]
+    assert len(roots) == 2 and sorted(g.parent for g in generations) == sorted(root.id for root in roots)
+    assert {score["traceId"]: score["metadata"]["step"] for score in langfuse.scores} == {r.trace: 3 for r in roots}
 
 
 def test_every_warning_that_the_page_explains_exists() -> None:

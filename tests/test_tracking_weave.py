@@ -19,13 +19,10 @@ pytest.importorskip("weave")
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.slow
-def test_a_traced_rollout_has_its_calls_below_it_and_its_later_reward_as_feedback(
-    tiny_base: Path, tmp_path: Path
-) -> None:
+def test_a_traced_rollout_has_its_calls_below_it_and_its_later_reward_as_feedback(tmp_path: Path) -> None:
     with WeaveServer() as server:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", str(TESTS / "traced_weave.py"), str(tiny_base), str(tmp_path / "art")],
+            [sys.executable, "-W", "ignore", str(TESTS / "traced_weave.py"), str(tmp_path / "art")],
             capture_output=True,
             text=True,
             timeout=200,
@@ -37,7 +34,7 @@ def test_a_traced_rollout_has_its_calls_below_it_and_its_later_reward_as_feedbac
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
     calls = found["calls"]
-    assert found["trained"], "what is trained on keeps its tokens"
+    assert len(found["tokens"]) == 4 and min(found["tokens"]) > 0, "what is trained on keeps its tokens"
     roots = [call for call in calls if call["op"] == "rollout"]
     assert [root["parent"] for root in roots] == [None, None]
     assert {root["inputs"]["prompt"] for root in roots} == {"hello"}
@@ -48,12 +45,12 @@ def test_a_traced_rollout_has_its_calls_below_it_and_its_later_reward_as_feedbac
         for turn in turns:
             assert turn["inputs"]["model"] == "agent"
             (usage,) = turn["usage"].values()
-            assert usage["completion_tokens"] == 6 and usage["prompt_tokens"] > 6
+            assert usage["completion_tokens"] > 0 and usage["prompt_tokens"] > 6
         said = turns[-1]["output"]["choices"][0]["message"]["content"]
         messages = root["output"]["messages"]
         assert messages[-1] == {"role": "assistant", "content": said, "trainable": True}
     assert {root["output"]["messages"][-1]["content"] for root in roots} == set(found["said"])
-    assert "token_ids" not in line and '"logprob"' not in line
+    assert '_ids"' not in line and '"logprob"' not in line
     # The reward that came after the rollout had ended, once though it was logged twice.
     feedback = [root["feedback"] for root in roots]
     assert [[f["type"] for f in one] for one in feedback] == [["reward"], ["reward"]]

@@ -1,6 +1,6 @@
-"""A training step whose rollouts are traced by Langfuse, in a process of its own: it wraps openai for all of it.
+"""Rollouts that Langfuse traces, in a process of its own: it wraps openai for all of it.
 
-python traced_langfuse.py BASE_MODEL FOLDER
+python traced_langfuse.py FOLDER
 
 Prints what the rollouts said, as one line of JSON.
 """
@@ -14,7 +14,9 @@ from typing import Any
 
 import langfuse.openai  # noqa: F401 - traces what any OpenAI client asks
 from agents import even_rollout
+from endpoint_for_tests import Endpoint
 from langfuse import observe
+from scripted_backend import ScriptedBackend
 
 import artnb as art
 from artnb.tracking.langfuse import LangfuseTracker
@@ -28,29 +30,27 @@ async def rollout(model: art.TrainableModel, prompt: str, seed: int) -> art.Traj
     return made
 
 
-async def main(base: str, folder: str) -> dict[str, Any]:
-    async with art.LocalBackend(path=folder, device="cpu", verbose=False) as backend:
-        tracker = LangfuseTracker(metrics=("won",))
-        model = art.TrainableModel("agent", "tests", base, lora=art.LoraConfig(r=2), report_metrics=[tracker])
-        await model.register(backend)
-        groups = await art.gather_trajectory_groups(
-            [art.TrajectoryGroup(rollout(model, "hello", seed) for seed in range(2))], pbar_desc=None
-        )
-        for reward, trajectory in enumerate(groups[0]):
-            trajectory.reward = reward + 0.25
-        result = await model.train(groups)
-        model.chat([{"role": "user", "content": "in a cell"}], max_tokens=3)
-        stream = await model.openai_client().chat.completions.create(
-            model=model.name,
-            messages=[{"role": "user", "content": "streamed"}],
-            max_tokens=3,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
-    said = {t.messages()[-1]["content"]: t.reward for t in groups[0]}
-    return {"said": said, "text": text, "trained": result.trained}
+async def main(folder: str) -> dict[str, Any]:
+    tracker = LangfuseTracker(metrics=("won",))
+    model = art.TrainableModel("agent", "tests", "scripted", base_path=folder, report_metrics=[tracker])
+    await model.register(ScriptedBackend(Endpoint(["one", "two", "three", "four", "five", "six"])))  # type: ignore[arg-type]
+    groups = await art.gather_trajectory_groups(
+        [art.TrajectoryGroup(rollout(model, "hello", seed) for seed in range(2))], pbar_desc=None
+    )
+    for reward, trajectory in enumerate(groups[0]):
+        trajectory.reward = reward + 0.25
+    await model.log(groups, split="train", step=1)
+    model.chat([{"role": "user", "content": "in a cell"}], max_tokens=8)
+    stream = await model.openai_client().chat.completions.create(
+        model=model.name,
+        messages=[{"role": "user", "content": "streamed"}],
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+    return {"said": {t.messages()[-1]["content"]: t.reward for t in groups[0]}, "text": text}
 
 
 if __name__ == "__main__":
-    print("FOUND " + json.dumps(asyncio.run(main(sys.argv[1], sys.argv[2]))))
+    print("FOUND " + json.dumps(asyncio.run(main(sys.argv[1]))))

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from ..trajectories import Trajectory
 from .traces import WEAVE
-from .tracker import Logged, RunInfo, State, logger
+from .tracker import Logged, RunInfo, State
 
 FEEDBACK = "reward"
 _TOKENS = frozenset(("logprobs", "prompt_token_ids", "token_ids"))
@@ -32,12 +32,6 @@ class WeaveTracker:
     resumes = False  # a call is known while its trajectory is in memory
 
     def open(self, run: RunInfo, state: State) -> WeaveRun:
-        import weave
-
-        if weave.get_client() is None:
-            logger.warning(
-                "%s: rewards go to Weave once it traces; call weave.init('team/project') before the rollouts", run.name
-            )
         return WeaveRun(run)
 
 
