@@ -19,6 +19,15 @@ from artnb.errors import ConfigError, JudgeError
 from artnb.rewards import Judge, JudgePair, LikelihoodJudge, judge_accuracy, judge_pairs, ruler, ruler_score_group
 from artnb.rewards.accuracy import longer_wins
 
+
+@pytest.fixture
+async def local(tiny_base: Path, tmp_path: Path) -> AsyncIterator[art.TrainableModel]:
+    model = art.TrainableModel(name="agent", project="tests", base_model=tiny_base)
+    async with art.LocalBackend(path=tmp_path, device="cpu", dtype="float32", verbose=False) as backend:
+        await model.register(backend)
+        yield model
+
+
 # In words -------------------------------------------------------------------------------------------
 
 
@@ -36,15 +45,13 @@ async def test_a_trainable_model_judges_with_its_base_and_records_nothing() -> N
     assert "judge/cost" not in judged.metrics
 
 
+async def test_a_question_longer_than_the_local_context_says_so(local: Any) -> None:
+    """The base is found by its name at the endpoint, and the tiny one has 512 tokens."""
+    with pytest.raises(JudgeError, match=r"refused the question; if it is too long .* of the context's 512 tokens"):
+        await ruler(conversations("a", "bb"), local)
+
+
 # By likelihood --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def local(tiny_base: Path, tmp_path: Path) -> AsyncIterator[art.TrainableModel]:
-    model = art.TrainableModel(name="agent", project="tests", base_model=tiny_base)
-    async with art.LocalBackend(path=tmp_path, device="cpu", dtype="float32", verbose=False) as backend:
-        await model.register(backend)
-        yield model
 
 
 def by_hand(base: Path, messages: list[dict[str, Any]]) -> float:
