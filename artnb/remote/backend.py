@@ -152,8 +152,7 @@ class RemoteBackend:
 
     async def get_step(self, model: TrainableModel) -> int:
         """The newest step at the server; the next `train` starts from it."""
-        step: int = (await self._link(model).state())["step"]
-        return step
+        return (await self._link(model).state())[0]
 
     async def log(
         self, model: TrainableModel, groups: Iterable[Trajectory | TrajectoryGroup], split: str = "val"
@@ -165,8 +164,7 @@ class RemoteBackend:
 
     async def checkpoints(self, model: TrainableModel) -> list[int]:
         """Steps whose complete checkpoints the server keeps, ascending."""
-        steps: list[int] = (await self._link(model).state())["checkpoints"]
-        return steps
+        return (await self._link(model).state())[1]
 
     async def delete_checkpoints(self, model: TrainableModel, steps: Sequence[int]) -> None:
         """Delete checkpoints at the server. Raises ConfigError for the newest, CheckpointError for unknown ones."""

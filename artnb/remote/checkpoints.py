@@ -12,20 +12,22 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
 from ..training.adapter_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from ..training.checkpoints import CheckpointStore
-from .connection import AGAIN, Connection
+from .connection import AGAIN, Connection, understood
 from .registered import Registered
 from .safe_files import check_safetensors, is_allowed
 from .wire import API, NOT_REGISTERED
 
 PART = 1 << 20
+MOST_FILES = 16
 LARGEST_JSON = 16 << 20
+LARGEST_WEIGHTS = 16 << 30
 
 
 async def fetch_checkpoint(connection: Connection, registered: Registered, step: int) -> Path:
@@ -33,12 +35,15 @@ async def fetch_checkpoint(connection: Connection, registered: Registered, step:
     doing = f"checkpoint {step} of {registered.name}"
     path = f"{registered.path}/checkpoints/{step}"
     listed = await connection.json("GET", path, doing=doing)
+    with understood(doing, connection.url):
+        files = [(str(entry["name"]), int(entry["size"]), str(entry["sha256"])) for entry in listed["files"]]
     with tempfile.TemporaryDirectory() as name:
         got = Path(name)
-        for entry in listed["files"]:
-            if not is_allowed(entry["name"]):
-                raise CheckpointError(f"{doing}: the server names a file {entry['name']!r}; it is not fetched")
-            await _fetch(connection, f"{path}/files/{entry['name']}", entry, got / entry["name"], doing)
+        for file, size, sha256 in files[:MOST_FILES]:
+            largest = LARGEST_JSON if file.endswith(".json") else LARGEST_WEIGHTS
+            if not is_allowed(file) or not 0 < size <= largest:
+                raise CheckpointError(f"{doing}: the server names a file {file!r} of {size} bytes; it is not fetched")
+            await _fetch(connection, f"{path}/files/{file}", size, sha256, got / file, doing)
         missing = [file for file in (CONFIG_FILE, WEIGHTS_FILE) if not (got / file).is_file()]
         if missing:
             raise CheckpointError(f"{doing}: the server has no {missing[0]} of it")
@@ -51,19 +56,17 @@ async def fetch_checkpoint(connection: Connection, registered: Registered, step:
         return await asyncio.to_thread(CheckpointStore(registered.folder).save, step, put, state)
 
 
-async def _fetch(connection: Connection, path: str, entry: Mapping[str, Any], to: Path, doing: str) -> None:
+async def _fetch(connection: Connection, path: str, size: int, sha256: str, to: Path, doing: str) -> None:
     """One file; where the line is cut, it goes on behind what is there already."""
-    patience, size = connection.patience(), int(entry["size"])
-    if to.suffix == ".json" and size > LARGEST_JSON:
-        raise CheckpointError(f"{doing}: {to.name} is said to have {size} bytes; it is not fetched")
+    patience = connection.patience()
     to.write_bytes(b"")
-    while (have := to.stat().st_size) < size or size == 0:
+    while (have := to.stat().st_size) < size:
         try:
             headers = {"range": f"bytes={have}-"} if have else {}
             async with connection.stream(path, doing=doing, headers=headers) as response:
                 with open(to, "r+b") as file:
                     file.seek(have if response.status_code == 206 else 0)
-                    async with contextlib.aclosing(response.aiter_bytes(PART)) as parts:
+                    async with contextlib.aclosing(response.aiter_bytes()) as parts:
                         async for part in parts:
                             if file.tell() + len(part) > size:
                                 raise CheckpointError(f"{doing}: {to.name} is longer than the server said")
@@ -73,7 +76,7 @@ async def _fetch(connection: Connection, path: str, entry: Mapping[str, Any], to
         except connection.cut as error:
             await patience.wait(error, doing)
     digest = await asyncio.to_thread(_sha256, to)
-    if digest != entry["sha256"]:
+    if digest != sha256:
         raise CheckpointError(f"{doing}: {to.name} arrived damaged (its SHA-256 is not the server's); fetch it again")
     if to.suffix == ".json":
         try:

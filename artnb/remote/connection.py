@@ -11,14 +11,14 @@ import contextlib
 import random
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from ..errors import ConfigError, ServiceError
+from ..errors import ArtnbError, ConfigError, ServiceError
 from ..notebook.loop import LoopThread
 from ..serving.transport import client_library
 from .wire import API
@@ -209,6 +209,20 @@ class Connection:
         said = said.replace(self.api_key, "***")
         text = f"{doing}: {self.url} answered {status}{f': {said}' if said else ''}{_advice(status, code)}"
         return StatusError(text, status=status, code=code)
+
+
+@contextlib.contextmanager
+def understood(doing: str, url: str) -> Iterator[None]:
+    """What is read in the block came from the server: where it is not as expected, ServiceError says so."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ArtnbError):
+            raise
+        raise ServiceError(
+            f"{doing}: {url} answered something else than `artnb serve` of this version does "
+            f"({type(error).__name__}: {error}); install the same version of artnb on both sides"
+        ) from error
 
 
 class StatusError(ServiceError):

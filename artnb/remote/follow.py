@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import ServiceError
 from ..serving.transport import client_library
-from .connection import AGAIN, Connection, StatusError
+from .connection import AGAIN, Connection, StatusError, understood
 from .wire import FINAL, NO_JOB, NOT_REGISTERED, pack
 
 log = logging.getLogger("artnb")
@@ -61,7 +61,7 @@ class RemoteJob:
                         async for number, kind, data in followed:
                             last = number
                             if kind in FINAL:
-                                self.outcome = {"state": kind, **data}
+                                self._end({"state": kind, **data})
                             yield kind, data
                 except StatusError as error:
                     if error.code != NO_JOB:
@@ -127,8 +127,12 @@ class RemoteJob:
                     "%s: the server could not be told to stop (%s); the step may still be made", self.doing, error
                 )
             return
-        if state["state"] in FINAL:
-            self.outcome = {key: state[key] for key in ("state", "step", "result", "error")}
+        if state.get("state") in FINAL:
+            self._end(state)
+
+    def _end(self, answer: Mapping[str, Any]) -> None:
+        with understood(self.doing, self.connection.url):
+            self.outcome = {key: answer[key] for key in ("state", "step", "result", "error")}
 
 
 async def _read_events(response: Any) -> AsyncGenerator[tuple[int, str, dict[str, Any]]]:
@@ -141,5 +145,7 @@ async def _read_events(response: Any) -> AsyncGenerator[tuple[int, str, dict[str
                 event[name] = value.removeprefix(" ")
                 continue
             if event.keys() >= {"id", "event", "data"}:
-                yield int(event["id"]), event["event"], json.loads(event["data"])
+                with understood("following a job", str(response.url)):
+                    read = int(event["id"]), event["event"], dict(json.loads(event["data"]))
+                yield read
             event = {}

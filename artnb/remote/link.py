@@ -20,7 +20,7 @@ from ..events import EVENTS
 from ..tracking.summary import summarize
 from ..trajectories import TrajectoryGroup
 from .bars import Bars
-from .connection import Connection, StatusError
+from .connection import Connection, StatusError, understood
 from .follow import RemoteJob
 from .registered import Registered, lora_json
 from .wire import NOT_REGISTERED, groups_json, read_error, read_result
@@ -54,7 +54,9 @@ class Link(Registered):
         """Let the server load and serve it, and copy what the history here lacks."""
         job = self._registration()
         await self._follow(job)
-        await asyncio.to_thread(self.take, self._outcome(job)["result"])
+        state = self._outcome(job)["result"]
+        with understood(job.doing, self.url):
+            await asyncio.to_thread(self.take, state)
         await self._catch_up()
 
     def _registration(self) -> RemoteJob:
@@ -75,15 +77,17 @@ class Link(Registered):
                         pass
                 self._outcome(job)
 
-    async def state(self) -> dict[str, Any]:
-        """The server's state of it; its step is the one that the next step starts from."""
+    async def state(self) -> tuple[int, list[int]]:
+        """The newest step at the server, from which the next one starts, and the steps of its checkpoints."""
 
-        async def ask() -> dict[str, Any]:
+        async def ask() -> tuple[int, list[int]]:
             await self.restore()
-            found: dict[str, Any] = await self._connection.json("GET", self.path, doing=f"state of {self.name}")
+            found = await self._connection.json("GET", self.path, doing=f"state of {self.name}")
+            with understood(f"state of {self.name}", self.url):
+                step, checkpoints = int(found["step"]), list(found["checkpoints"])
             if not self._turn.locked():  # a step of ours knows better
-                self.step = found["step"]
-            return found
+                self.step = step
+            return step, checkpoints
 
         return await self._connection.run(ask)
 
@@ -98,9 +102,11 @@ class Link(Registered):
             return await self._connection.json("GET", f"{self.path}/history", doing=doing, params={"after": after})
 
         listed = await self._connection.run(ask)
-        await asyncio.to_thread(self.copy_metrics, listed["metrics"])
         here = await asyncio.to_thread(self.history.saved)
-        missing = [at for saved in listed["trajectories"] if (at := (saved["step"], saved["split"])) not in here]
+        with understood(doing, self.url):
+            await asyncio.to_thread(self.copy_metrics, listed["metrics"])
+            there = [(int(saved["step"]), str(saved["split"])) for saved in listed["trajectories"]]
+        missing = [at for at in there if at not in here]
         for step, split in missing:
             path = f"{self.path}/history/{quote(split, safe='')}/{step}"
 
@@ -205,7 +211,9 @@ class Link(Registered):
         outcome = job.outcome
         assert outcome is not None
         if outcome["state"] == "failed":
-            raise read_error(outcome["error"], self.url)
+            with understood(job.doing, self.url):
+                error = read_error(outcome["error"], self.url)
+            raise error
         if outcome["state"] == "cancelled":
             raise ServiceError(f"{job.doing}: it was cancelled at {self.url} by another client")
         return outcome
@@ -218,7 +226,8 @@ class Link(Registered):
         kept: Sequence[TrajectoryGroup],
     ) -> TrainResult:
         """The step's result, in the history here."""
-        result = read_result(answer, trained)
+        with understood(f"step of {self.name}", self.url):
+            result = read_result(answer, trained)
         self.history.keep(result.step, split, kept, {**summarize(kept), **result.metrics})
         for group in kept:
             group._logged.add((self.name, split))
