@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import logging
 import threading
@@ -135,6 +136,15 @@ async def test_a_cell_that_runs_again_goes_on_with_the_same_trackers(tmp_path: P
     assert second.told[-1] == "close" and second.steps() == [2]
 
 
+async def test_many_cells_at_once_follow_a_run_once(tmp_path: Path) -> None:
+    recorder = Recorder()
+    models = [make(tmp_path, recorder) for _ in range(8)]
+    await asyncio.gather(*(asyncio.to_thread(asyncio.run, log(model, i)) for i, model in enumerate(models)))
+    TRACKING.detach("tests/agent")
+    assert sorted(recorder.steps()) == list(range(8))
+    assert [item[0] for item in recorder.told if isinstance(item, tuple)].count("open") == 1
+
+
 async def test_trackers_that_do_not_resume_hear_only_what_comes(tmp_path: Path) -> None:
     await log(make(tmp_path), 0)
     recorder = Recorder(resumes=False)
@@ -151,7 +161,7 @@ async def test_a_state_that_is_damaged_is_a_new_run(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.WARNING, "artnb"):
         await log(make(tmp_path, recorder), 1)
         TRACKING.detach("tests/agent")
-    assert recorder.steps() == [0, 1] and "recorder.json is damaged" in caplog.text
+    assert recorder.steps() == [0, 1] and "recorder.json cannot be read or is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ class Tracking:
     """The runs of this process that are followed, by "project/name" as in the events."""
 
     def __init__(self) -> None:
+        self._attaching = threading.Lock()
         self._lock = threading.Lock()
         self._runs: dict[str, tuple[RunInfo, list[Follower]]] = {}
         self._listens = False
@@ -107,21 +108,21 @@ class Tracking:
     def attach(self, run: RunInfo, trackers: Sequence[Tracker]) -> None:
         """Follow `run` with `trackers`, from its first step on. Called again with the same, it changes nothing."""
         key = f"{run.project}/{run.name}"
-        with self._lock:
+        with self._attaching:
             known = self._runs.get(key)
-        if known is not None:
-            same = known[0].folder == run.folder and [f.tracker for f in known[1]] == list(trackers)
-            if same:
+            if known is not None:
+                if known[0].folder == run.folder and [f.tracker for f in known[1]] == list(trackers):
+                    return
+                self.detach(key)
+            if not trackers:
                 return
-            self.detach(key)
-        if not trackers:
-            return
-        with self._lock:
             if not self._listens:
                 EVENTS.subscribe(self._hear)
                 threading.Thread(target=self._close_at_end, name="artnb-tracking-end", daemon=False).start()
                 self._listens = True
-            self._runs[key] = (run, [Follower(tracker, run) for tracker in trackers])
+            followers = [Follower(tracker, run) for tracker in trackers]
+            with self._lock:
+                self._runs[key] = (run, followers)
 
     def configure(self, key: str, config: Mapping[str, Any]) -> None:
         """Tell the trackers of a run about its options; a run that is not followed has none."""

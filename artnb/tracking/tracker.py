@@ -91,12 +91,12 @@ class State:
             known = json.loads(path.read_bytes())
         except FileNotFoundError:
             return
-        except ValueError:
+        except (OSError, ValueError):
             known = None
         if isinstance(known, dict):
             self.values = known
         else:
-            logger.warning("%s is damaged; the run is tracked as a new one", path)
+            logger.warning("%s cannot be read or is damaged; the run is tracked as a new one", path)
 
     def update(self, **values: Any) -> None:
         """Change entries and write them."""
