@@ -32,7 +32,8 @@ class Exported:
     base_model: str
     rank: int  # of the LoRA adapter
     dtype: str | None = None  # of merged weights
-    max_logit_difference: float | None = None  # merged against base and adapter, on a fixed prompt, in that dtype
+    max_logit_difference: float | None = None  # merged against base and adapter, on a fixed prompt
+    compared_in: str | None = None  # the dtype in which both were computed
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -83,6 +84,7 @@ class Exported:
             "rank": self.rank,
             "dtype": self.dtype,
             "max_logit_difference": self.max_logit_difference,
+            "compared_in": self.compared_in,
             "notes": self.notes,
         }
 
@@ -93,7 +95,7 @@ class Exported:
         if self.max_logit_difference is not None:
             lines.append(
                 f"largest difference of a logit from base and adapter: {self.max_logit_difference:.3g}, "
-                f"both computed in {self.dtype}"
+                f"both computed in {self.compared_in}"
             )
         lines += [f"note: {note}" for note in self.notes]
         lines.append(self.vllm)

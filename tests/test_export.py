@@ -52,12 +52,20 @@ def adapter(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_adapter(tiny_base, tmp_path_factory.mktemp("adapter") / "agent")
 
 
-def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+def plain(folder: Path, adapter: Path | None = None) -> Any:
+    """A folder's model as transformers and PEFT load it, in fp32."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if adapter is not None:
-        model = peft.PeftModel.from_pretrained(model, adapter)
+    return (model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)).eval()
+
+
+def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits
+        return plain(folder, adapter)(input_ids=IDS).logits
+
+
+def made_of_probe(folder: Path) -> list[int]:
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    return list(tokenizer.apply_chat_template(merge_module.PROBE, add_generation_prompt=True, return_dict=False))
 
 
 # Merged models ----------------------------------------------------------------------------------
@@ -89,6 +97,13 @@ def test_sixteen_bits(tiny_base: Path, adapter: Path, tmp_path: Path) -> None:
     expected = logits(tiny_base, adapter)
     difference = float((logits(done.path) - expected).abs().max())
     assert 1e-4 < difference < 0.05 * float(expected.abs().max())
+    # What is reported is what a program that loads the folder computes.
+    assert done.max_logit_difference is not None and done.compared_in == "float32"
+    probe = torch.tensor([made_of_probe(done.path)])
+    loaded, reference = (plain(folder, lora) for folder, lora in ((done.path, None), (tiny_base, adapter)))
+    with torch.no_grad():
+        again = float((loaded(input_ids=probe).logits - reference(input_ids=probe).logits).abs().max())
+    assert again == pytest.approx(done.max_logit_difference, rel=1e-3)
     # "auto" is what the base's files have.
     again = export_checkpoint(Source(adapter, "agent", base_model=str(done.path)), tmp_path / "auto")
     assert again.dtype == "bfloat16"
@@ -137,6 +152,29 @@ def test_too_little_memory_is_said_before_anything_is_loaded(
     with pytest.raises(ModelError, match=r"takes 0\.0 GiB of memory, 0\.0 GiB are free; .* format='adapter'"):
         export_checkpoint(Source(adapter, "agent"), tmp_path / "out")
     export_checkpoint(Source(adapter, "agent"), tmp_path / "out", format="adapter")
+
+
+def test_where_memory_is_scarce_weights_are_added_in_their_own_dtype(
+    tiny_base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = sum(weight.numel() for weight in plain(tiny_base).parameters())
+    monkeypatch.setattr(merge_module, "available_bytes", lambda device: 3 * weights)
+    done = export_checkpoint(Source(adapter, "agent"), tmp_path / "out", dtype="bfloat16")
+    assert (done.dtype, done.compared_in) == ("bfloat16", "bfloat16")
+    expected = logits(tiny_base, adapter)
+    assert float((logits(done.path) - expected).abs().max()) < 0.05 * float(expected.abs().max())
+
+
+def test_weights_that_a_dtype_cannot_hold_are_refused(adapter: Path, tmp_path: Path) -> None:
+    base = make_model("llama", tmp_path / "large")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = 1e6
+    model.save_pretrained(base)
+    source = Source(adapter, "agent", base_model=str(base))
+    with pytest.raises(ModelError, match="too large for float16; take dtype='bfloat16'"):
+        export_checkpoint(source, tmp_path / "out", dtype="float16")
+    assert export_checkpoint(source, tmp_path / "out", dtype="bfloat16").dtype == "bfloat16"
 
 
 def test_a_base_that_is_not_there_or_does_not_fit(adapter: Path, tmp_path: Path) -> None:
@@ -243,13 +281,15 @@ def test_folders_that_are_no_adapter(tmp_path: Path, adapter: Path) -> None:
 
 def test_serve_lines_are_one_shell_word_each() -> None:
     path, base = Path("/data/my exports/한글's"), "Qwen/Qwen2.5-0.5B-Instruct"
-    merged = Exported(path, "merged", "Agent 001", 3, base, 12, "bfloat16", 0.01)
+    merged = Exported(path, "merged", "Agent 001", 3, base, 12, "bfloat16", 0.01, "float32")
     assert shlex.split(merged.vllm) == ["vllm", "serve", str(path), "--served-model-name", "Agent 001"]
     assert shlex.split(merged.ollama) == (
         ["ollama", "create", "agent-001", "-f", f"{path}/Modelfile", "&&", "ollama", "run", "agent-001"]
     )
     assert shlex.split(merged.gguf)[-3:] == [str(path), "--outfile", f"{path}.gguf"]
-    assert all(line in str(merged) for line in (merged.vllm, merged.ollama, merged.gguf, "0.01, both computed in"))
+    assert all(
+        line in str(merged) for line in (merged.vllm, merged.ollama, merged.gguf, "0.01, both computed in float32")
+    )
     adapter = Exported(path, "adapter", "a'b", None, base, 12)
     lora = ["--enable-lora", "--max-lora-rank", "16", "--lora-modules", f"a'b={path}"]
     assert shlex.split(adapter.vllm) == ["vllm", "serve", base, *lora]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import check_choice
 from ..durable import TEMPORARY, free_space, is_full, remove_tree, sync_file, sync_folder, this_process
@@ -21,6 +21,9 @@ from ..errors import CheckpointError, ConfigError
 from ..exported import EXPORT_FILE, Exported, ExportFormat, gguf_command, read_export_label
 from .adapter_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from .checkpoints import MANIFEST
+
+if TYPE_CHECKING:
+    from .merge import Merged
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -49,11 +52,11 @@ def export_checkpoint(
     checkpoint is no adapter of the base, or the folder cannot be written.
     """
     if format == "gguf":
-        merged = Path(path).with_suffix("")
+        folder = Path(path).with_suffix("")
         raise ConfigError(
             "format='gguf': no library makes GGUF files of a model, llama.cpp's own script does. Export with "
-            f"format='merged' to {merged}, then in a clone of github.com/ggml-org/llama.cpp: "
-            f"{gguf_command(merged, Path(path))}"
+            f"format='merged' to {folder}, then in a clone of github.com/ggml-org/llama.cpp: "
+            f"{gguf_command(folder, Path(path))}"
         )
     check_choice("export", "format", format, ("merged", "adapter"))
     check_choice("export", "dtype", dtype, DTYPES)
@@ -72,26 +75,27 @@ def export_checkpoint(
         for file in (CONFIG_FILE, WEIGHTS_FILE):
             shutil.copyfile(source.folder / file, adapter / file)
         notes: list[str] = []
-        difference, chosen = None, None
+        merged: Merged | None = None
         if format == "merged":
             if quantized := state.get("quantized"):
                 notes.append(
                     f"trained over a base model in {quantized}, merged into its full-precision weights: answers differ "
                     "a little from those that were served"
                 )
-            difference, chosen = _merged(str(base), adapter, into, dtype)
+            merged = _merged(str(base), adapter, into, dtype)
             remove_tree(adapter)
         else:
             for file in (CONFIG_FILE, WEIGHTS_FILE):
                 (adapter / file).rename(into / file)
             adapter.rmdir()
         kind: ExportFormat = "merged" if format == "merged" else "adapter"
-        done = Exported(target, kind, source.name, step, str(base), int(config["r"]), chosen, difference, notes)
+        of_merged = {} if merged is None else merged._asdict()
+        done = Exported(target, kind, source.name, step, str(base), int(config["r"]), notes=notes, **of_merged)
         (into / EXPORT_FILE).write_text(json.dumps(done.label(), indent=1), encoding="utf-8")
     return done
 
 
-def _merged(base: str, adapter: Path, into: Path, dtype: str) -> tuple[float, str]:
+def _merged(base: str, adapter: Path, into: Path, dtype: str) -> Merged:
     try:
         from .merge import merge
     except ImportError as error:

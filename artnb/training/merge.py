@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft
 import torch
@@ -29,22 +30,29 @@ SENTENCEPIECE = "tokenizer.model"
 """The vocabulary that converters for Llama 2, Mistral and Gemma read; transformers does not write it."""
 
 
-def merge(base: str, adapter: Path, into: Path, dtype: str) -> tuple[float, str]:
+class Merged(NamedTuple):
+    """What was written: the weights' dtype, and how far its logits are from those of base and adapter."""
+
+    dtype: str
+    max_logit_difference: float  # on PROBE
+    compared_in: str  # the dtype in which both were computed
+
+
+def merge(base: str, adapter: Path, into: Path, dtype: str) -> Merged:
     """Merge the adapter folder into the base model and write model, tokenizer and Modelfile to `into`.
 
-    `dtype`: a key of DTYPES, or "auto" for that of the base's files.
+    `dtype`: a key of DTYPES, or "auto" for that of the base's files. Where memory allows it, weights are added up in
+    fp32 and rounded once.
 
-    Returns: the largest difference of a logit between base with adapter and the merged model, on a fixed prompt and in
-    the dtype of the weights; and that dtype's name.
     Raises: ModelError, CheckpointError; OSError when it cannot be written.
     """
     name = f"merge into {Path(base).name}"
     with quiet_transformers(), warnings.catch_warnings(), Progress(3, name, "stage", phase="save") as bar:
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)  # as in adapters.py
-        chosen = _check_base(base, dtype)
+        chosen, computed = _dtypes(base, dtype)
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(base)
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=chosen)
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=computed)
         except (OSError, ValueError, ImportError, SafetensorError) as error:
             raise ModelError(f"the base model {base!r} cannot be loaded: {error}") from error
         model.requires_grad_(False).eval()
@@ -61,9 +69,14 @@ def merge(base: str, adapter: Path, into: Path, dtype: str) -> tuple[float, str]
             merged = wrapped.merge_and_unload(safe_merge=True)
         except ValueError as error:
             raise CheckpointError(f"the adapter cannot be merged: {error}") from error
+        _cast(merged, chosen)
+        _cast(merged, computed)
         difference = float((_logits(merged, ids) - before).abs().max())
+        if not math.isfinite(difference):
+            raise ModelError(f"merged into {base} the weights are too large for {_name(chosen)}; take dtype='bfloat16'")
         bar.update(1)
         try:
+            _cast(merged, chosen)
             merged.save_pretrained(into)
         except SafetensorError as error:
             raise OSError(str(error)) from error  # what the caller knows as a folder that cannot be written
@@ -72,11 +85,11 @@ def merge(base: str, adapter: Path, into: Path, dtype: str) -> tuple[float, str]
         _copy_vocabulary(base, into)
         (into / "Modelfile").write_text(_modelfile(tokenizer), encoding="utf-8")
         bar.update(1)
-    return difference, str(chosen).removeprefix("torch.")
+    return Merged(_name(chosen), difference, _name(computed))
 
 
-def _check_base(base: str, dtype: str) -> torch.dtype:
-    """The dtype to merge in. Raises ModelError for a base without full weights, or too little memory."""
+def _dtypes(base: str, dtype: str) -> tuple[torch.dtype, torch.dtype]:
+    """(dtype to write, dtype to compute in). Raises: ModelError, for quantized weights and for too little memory."""
     check_folder(base, base)
     try:
         config = AutoConfig.from_pretrained(base)
@@ -91,15 +104,27 @@ def _check_base(base: str, dtype: str) -> torch.dtype:
         )
     stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     chosen: torch.dtype = stored if dtype == "auto" else DTYPES[dtype]
-    needed = sum(weight.numel() for weight in empty_model(base).parameters()) * chosen.itemsize
+    weights = sum(weight.numel() for weight in empty_model(base).parameters())
     free = available_bytes(torch.device("cpu"))
-    if needed > free:
+    if weights * chosen.itemsize > free:
         gib = 1024.0**3
         raise ModelError(
-            f"merging into {base} in {str(chosen).removeprefix('torch.')} takes {needed / gib:.1f} GiB of memory, "
+            f"merging into {base} in {_name(chosen)} takes {weights * chosen.itemsize / gib:.1f} GiB of memory, "
             f"{free / gib:.1f} GiB are free; merge where there is more, or export with format='adapter'"
         )
-    return chosen
+    # For fp32 the model is held twice for a moment, when it is cast.
+    room = weights * (torch.float32.itemsize + chosen.itemsize) < free
+    return chosen, torch.float32 if room else chosen
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """The weights alone: `model.to` would round the rotary frequencies, too, which are not saved."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
 
 
 def _untie(model: PreTrainedModel, adapter: Path) -> None:
