@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from agents import even_groups
-from wandb_files import records, rows, run_folders, summary
+from wandb_files import records, rows, run_folders, run_id, summary
 from wandb_server import WandbServer
 
 import artnb as art
@@ -113,7 +113,7 @@ def test_a_run_without_network_and_stdin_ends_with_its_metrics_on_disk(tiny_base
     late = rows(run)[-1]
     assert (late["training_step"], late["val/reward"]) == (3, 0.25), "logged after step 7, kept at step 3"
     assert [row["training_step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6, 7, 3]
-    assert summary(run)["state"] == "finished"
+    assert [ended["exit_code"] for ended in records(run, "exit")] == [0]
     assert KEY not in done.stdout + done.stderr
 
 
@@ -155,15 +155,15 @@ def test_sessions_of_a_model_are_one_run_and_a_killed_one_is_made_up_for(tmp_pat
         last = session(tmp_path, 10, 10, **online)
         assert last.returncode == 0 and not warnings_of(last), last.stderr
     assert "/team/tests/runs/" in first.stdout
-    ((run_id, sent),) = server.runs.items()
+    ((name, sent),) = server.runs.items()
     state = json.loads((tmp_path / "art" / "tests" / "models" / "agent" / "tracking" / "wandb.json").read_text())
-    assert state["id"] == run_id
+    assert state["id"] == name
     values = {(row["training_step"], name): v for row in sent for name, v in row.items() if "/" in name}
     expected = {(step, "train/reward"): step / 10 for step in range(11)} | {(3, "val/reward"): 0.3}
     assert values == pytest.approx(expected)
     numbers = [row["_step"] for row in sent]
     assert numbers == sorted(set(numbers)), "W&B takes no row twice and none below the last"
-    assert server.configs[run_id]["scenario"]["value"] == "s"
+    assert server.configs[name]["scenario"]["value"] == "s"
 
 
 async def test_wandb_can_be_turned_on_and_off_in_the_middle_of_a_models_life(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ async def test_wandb_can_be_turned_on_and_off_in_the_middle_of_a_models_life(tmp
     before, after = run_folders(folder)
     assert [(row["training_step"], row["_step"]) for row in rows(before)] == [(0, 0), (1, 1), (2, 2)]
     assert [(row["training_step"], row["_step"]) for row in rows(after)] == [(3, 3), (4, 4)]
-    assert summary(before)["run_id"] == summary(after)["run_id"], "two folders of one run"
+    assert run_id(before) == run_id(after), "two folders of one run"
     with WandbServer() as server:
         done = subprocess.run(
             [sys.executable, "-m", "wandb", "sync", str(before), str(after)],
@@ -193,13 +193,13 @@ async def test_wandb_can_be_turned_on_and_off_in_the_middle_of_a_models_life(tmp
             env=clean_environment(tmp_path) | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url},
         )
     assert done.returncode == 0, done.stderr
-    ((run_id, sent),) = server.runs.items()
-    assert run_id == summary(before)["run_id"] and [row["training_step"] for row in sent] == [0, 1, 2, 3, 4]
+    ((known, sent),) = server.runs.items()
+    assert known == run_id(before) and [row["training_step"] for row in sent] == [0, 1, 2, 3, 4]
     # Elsewhere it is another run, with everything.
     await log(5, WandbTracker(mode="offline", project="other"))
     *_, other = run_folders(folder)
     assert [row["training_step"] for row in rows(other)] == [0, 1, 2, 3, 4, 5]
-    assert summary(other)["run_id"] != summary(after)["run_id"]
+    assert run_id(other) != run_id(after)
 
 
 def test_a_key_that_the_server_refuses(tmp_path: Path) -> None:

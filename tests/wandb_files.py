@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -15,6 +16,11 @@ def run_folders(folder: Path) -> list[Path]:
     """The folders of W&B's runs below `folder`, oldest first."""
     files = (folder / "wandb").glob("*run-*/run-*.wandb")
     return [path.parent for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)]
+
+
+def run_id(folder: Path) -> str:
+    """The id of the run that the folder is of."""
+    return str(records(folder, "run")[0]["run_id"])
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -39,6 +45,12 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def _inspect(folder: Path, *options: str) -> str:
+    (written,) = folder.glob("run-*.wandb")
+    return _inspect_once(folder, written.stat().st_mtime_ns, options)
+
+
+@functools.cache
+def _inspect_once(folder: Path, _: int, options: tuple[str, ...]) -> str:
     quiet = {**os.environ, "WANDB_MODE": "offline"}
     command = [sys.executable, "-m", "wandb", "leet", "inspect", *options, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=True, env=quiet, timeout=60).stdout
