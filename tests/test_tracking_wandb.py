@@ -187,6 +187,7 @@ async def test_wandb_can_be_turned_on_and_off_in_the_middle_of_a_models_life(tmp
     with WandbServer() as server:
         done = subprocess.run(
             [sys.executable, "-m", "wandb", "sync", str(before), str(after)],
+            cwd=tmp_path,
             capture_output=True,
             text=True,
             timeout=120,
