@@ -12,7 +12,7 @@ import pytest
 from endpoint_for_tests import HELLO, KEY, Endpoint, rebuild, until
 
 from artnb.errors import ConfigError
-from artnb.serving.server import Server
+from artnb.serving.server import Server, listen
 
 
 def our_threads() -> list[threading.Thread]:
@@ -48,6 +48,25 @@ def test_start_and_close_may_be_repeated_and_leave_no_thread():
         assert client.models.list().data[0].id == "base"
     server.close()
     assert not our_threads()
+
+
+async def test_connections_send_small_answers_at_once():
+    """asyncio sets TCP_NODELAY where a socket says that it is TCP; without, each answer waited for 40 ms."""
+    found = []
+
+    class Look(asyncio.Protocol):
+        def connection_made(self, transport):
+            found.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            transport.close()
+
+    listener = listen("127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(Look, sock=listener)
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    await reader.read()
+    writer.close()
+    server.close()
+    await server.wait_closed()
+    assert found and all(found)
 
 
 def test_a_port_in_use_says_so_and_what_to_do():
