@@ -138,6 +138,8 @@ async def test_a_cell_that_is_run_again_changes_nothing(tiny_base: Path, root: P
         assert await backend.fork_checkpoint(fork, from_model="origin", step=1) == 2
         with pytest.raises(CheckpointError, match=r"checkpoints of its own \(2\) in .*before it is registered"):
             await backend.fork_checkpoint(fork, from_model="origin", step=3)
+        with pytest.raises(ConfigError, match="was made with lora="):
+            await backend.fork_checkpoint(new(tiny_base, "fork", lora=art.LoraConfig(r=8)), from_model="origin", step=1)
         # Killed between the checkpoint and run.json: it is known by its checkpoint.
         half = new(tiny_base, "half")
         await backend.fork_checkpoint(half, from_model="origin", step=1)

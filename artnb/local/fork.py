@@ -18,7 +18,7 @@ from ..training.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from ..training.adapter_shape import check_adapter
 from ..training.checkpoints import MANIFEST, CheckpointStore, model_folder
 from .lockfile import FolderLock
-from .run_file import read_run_file, write_run_file
+from .run_file import check_run_file, write_run_file
 
 if TYPE_CHECKING:
     from ..model import TrainableModel
@@ -82,7 +82,7 @@ def fork(root: Path, model: TrainableModel, origin: Origin) -> int:
     with FolderLock(folder):
         store = CheckpointStore(folder)
         store.clean()
-        known = read_run_file(folder) or {}
+        known = check_run_file(folder, model) or {}
         steps = store.steps()
         if steps and origin.label in (known.get(ORIGIN), store.load_state(steps[0]).get(ORIGIN)):
             return steps[-1]

@@ -41,33 +41,32 @@ def read_run_file(folder: Path) -> dict[str, Any] | None:
     return known
 
 
-def write_run_file(folder: Path, model: Described, **more: Any) -> None:
-    """Write run.json, or make sure that the folder's own says the same base and LoRA. `more` is added to it.
-
-    Raises: ConfigError when it was made with others, or its run is on another machine; CheckpointError when it cannot
-    be read.
-    """
+def check_run_file(folder: Path, model: Described) -> dict[str, Any] | None:
+    """`read_run_file`, and sure that it says the model's base and LoRA. Raises: ConfigError, CheckpointError."""
     known = read_run_file(folder)
-    if known is not None and (REMOTE in known) != (REMOTE in more):
-        where = f"a run at {known[REMOTE]}" if REMOTE in known else "a run of a LocalBackend"
-        raise ConfigError(f"{folder} holds {where}, whose history would be mixed with this one's; use another name=")
-    lora = json.loads(json.dumps(asdict(model.lora)))
-    mine = {"project": model.project, "name": model.name, "base_model": model.base_model, "lora": lora}
-    if known is None:
-        known = {**mine, "created": datetime.now(UTC).isoformat(), "artnb_version": __version__}
-    elif not more:
-        return _check_same(folder, known, mine)
-    _check_same(folder, known, mine)
+    if known is not None:
+        mine = _describe(model)
+        for key in ("base_model", "lora"):
+            if known.get(key) != mine[key]:
+                raise ConfigError(
+                    f"{folder} was made with {key}={known.get(key)!r}, now it is {mine[key]!r}; "
+                    "use another name=, or delete the folder to start anew"
+                )
+    return known
+
+
+def write_run_file(folder: Path, model: Described, **more: Any) -> None:
+    """Write run.json where there is none, and add `more` to it. Raises as `check_run_file`."""
+    known = check_run_file(folder, model)
+    if known is not None and not more:
+        return
+    made = known or {**_describe(model), "created": datetime.now(UTC).isoformat(), "artnb_version": __version__}
     path = folder / RUN_FILE
     fresh = path.with_suffix(f".tmp-{os.getpid()}")
-    fresh.write_text(json.dumps({**known, **more}, indent=2))
+    fresh.write_text(json.dumps({**made, **more}, indent=2))
     fresh.replace(path)
 
 
-def _check_same(folder: Path, known: dict[str, Any], mine: dict[str, Any]) -> None:
-    for key in ("base_model", "lora"):
-        if known.get(key) != mine[key]:
-            raise ConfigError(
-                f"{folder} was made with {key}={known.get(key)!r}, now it is {mine[key]!r}; "
-                "use another name=, or delete the folder to start anew"
-            )
+def _describe(model: Described) -> dict[str, Any]:
+    lora = json.loads(json.dumps(asdict(model.lora)))  # as it is read back
+    return {"project": model.project, "name": model.name, "base_model": model.base_model, "lora": lora}
