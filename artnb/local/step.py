@@ -41,6 +41,12 @@ async def run_step(trained: TrainedModel, groups: list[TrajectoryGroup], config:
             trainer = trained.trainer
             assert trainer is not None
             step = trained.step
+            if trainer.policy.cold:
+                print(
+                    "artnb: this step first compiles the model's layers: about a minute, and less when it was done on "
+                    "this machine before; LocalBackend(compile_layers=False) goes without",
+                    flush=True,
+                )
             with Progress(total=None, desc=f"train step {step + 1}", unit="pack", phase="train") as bar:
 
                 def work(stop: threading.Event) -> StepResult:

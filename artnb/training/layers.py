@@ -97,7 +97,7 @@ class LayerPasses:
 def start_workers(*, wait: bool) -> None:
     """Start the processes in which torch compiles kernels; `wait` until they are there.
 
-    Before they are torch compiles one kernel after the other in this process, which takes a minute and not 15 seconds.
+    Before they are, torch compiles one kernel after the other in this process.
     """
     from torch._inductor.async_compile import AsyncCompile
 
