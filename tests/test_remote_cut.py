@@ -56,6 +56,7 @@ async def local_losses(base: Path, folder: Path) -> list[float]:
         return [(await model.train(await even_groups(model, step), FAST)).metrics["loss"] for step in range(STEPS)]
 
 
+@pytest.mark.slow
 async def test_five_steps_with_a_cut_in_the_third_are_five_steps_with_the_losses_of_a_local_run(
     server: str, tiny_base: Path, tmp_path: Path
 ) -> None:

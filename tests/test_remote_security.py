@@ -34,7 +34,7 @@ from artnb.tracking.history import History
 from artnb.training.checkpoints import CheckpointStore, model_folder
 
 # Sizes as they are by default; times short, so that slow clients are noticed while a test waits.
-LIMITS = Limits(idle_s=0.3, send_s=0.5, header_s=0.3)
+LIMITS = Limits(idle_s=0.3, send_s=0.5, header_s=0.3, linger_s=0.2)
 MODEL = "/artnb/v1/models/tests/agent"
 JOB = "/artnb/v1/jobs/" + "a" * 32
 PATIENCE = 30.0
@@ -54,7 +54,7 @@ def serving(tiny_base: Path, folder: Path) -> Iterator[Serving]:
             model, backend = client(server.url, tiny_base, folder.parent / "here")
             async with backend:
                 await model.register(backend)
-                await model.train(await even_groups(model, 0), FAST)
+                await model.train(await even_groups(model, 0, groups=1, size=3), FAST)
 
         asyncio.run(prepare())
         yield server
@@ -546,7 +546,7 @@ async def test_tls(tiny_base: Path, tmp_path: Path) -> None:
         model, backend = client(server.url, tiny_base, tmp_path / "here", ca_file=cert)
         async with backend:
             await model.register(backend)
-            assert (await model.train(await even_groups(model, 0), FAST)).step == 1
+            assert (await model.train(await even_groups(model, 0, groups=1, size=3), FAST)).step == 1
         for url, options, said in [
             (server.url, {}, "A certificate of your own needs ca_file="),
             (server.url.replace("https", "http"), {"reconnect_seconds": 0.1}, "cannot be reached"),
@@ -572,7 +572,7 @@ async def test_checkpoints_pulled_and_pushed(tiny_base: Path, tmp_path: Path) ->
         async with backend:
             await model.register(backend)
             for step in range(3):
-                await model.train(await even_groups(model, step), FAST)
+                await model.train(await even_groups(model, step, groups=1, size=3), FAST)
             pulled = await backend.pull_checkpoint(model, 2)
             assert pulled == model.folder / "checkpoints" / "0002"
             names = {p.name for p in pulled.iterdir()}
@@ -590,7 +590,7 @@ async def test_checkpoints_pulled_and_pushed(tiny_base: Path, tmp_path: Path) ->
             result = await backend.push_checkpoint(model, pulled)
             assert (result.step, await model.get_step()) == (4, 4)
             assert says(model) == at_two and says(model, 3) == at_three
-            assert (await model.train(await even_groups(model, 4), FAST)).step == 5
+            assert (await model.train(await even_groups(model, 4, groups=1, size=3), FAST)).step == 5
             assert list(model.history()["step"]) == [1, 2, 3, 4, 5]
 
             (tmp_path / "pickled").mkdir()

@@ -29,7 +29,6 @@ OPEN_BODY = 1024
 """Bytes of a body where no key is asked for."""
 UNPACKED_FACTOR = 10
 """A packed body may unpack to this many times the limit: log-probs shrink to a seventh, a bomb to a thousandth."""
-LINGER_S = 2.0
 _JOB = re.compile(rf"{API}/jobs/[^/]+")
 _UPLOAD = re.compile(rf"{API}/models/[^/]+/[^/]+/adapters/[^/]+")
 
@@ -44,6 +43,7 @@ class Limits:
     slowest: float = 16_384.0  # bytes a second below which, after `idle_s`, a body is not waited for
     send_s: float = 300.0  # that a client may leave an answer unread
     header_s: float = 20.0  # for a request's head
+    linger_s: float = 2.0  # that is read on behind a refusal: a connection closed with bytes unread may lose the answer
     held_bodies: int = 2  # largest bodies, unpacked, that may be in memory at once; more are asked to come later
 
     def of(self, path: str) -> int:
@@ -203,9 +203,9 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Read on for a moment: a connection that is closed with bytes unread loses the answer on its way."""
+        """Read on for a moment, before the connection is closed."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
+            async with asyncio.timeout(self._limits.linger_s):
                 while not self.whole and (message := await self.receive())["type"] == "http.request":
                     self.whole = not message.get("more_body", False)
 

@@ -119,7 +119,7 @@ class Server:
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises ConfigError when the port is in use or the host is not ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off, which else holds each answer back for 40 ms, on sockets that say they are TCP.
+    # asyncio turns Nagle's algorithm off, which holds answers back for 40 ms, on sockets that say they are TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         # A port that a closed server left in TIME_WAIT can be taken at once; one that is in use cannot.
