@@ -23,7 +23,7 @@ from ..tracking.history import History
 from ..training.checkpoints import model_folder
 from ..trajectories import Trajectory, TrajectoryGroup
 from .build import load_base
-from .fork import fork, origin_of_folder, origin_of_model
+from .fork import start_from
 from .lockfile import FolderLock
 from .resident import RESIDENTS, Resident
 from .run_file import write_run_file
@@ -340,24 +340,9 @@ class LocalBackend:
         Raises: ConfigError when base model or LoRA are not the model's; CheckpointError for no, or a damaged,
         checkpoint, and when the model has checkpoints of its own.
         """
-        if (from_model is None) == (from_path is None):
-            raise ConfigError("fork_checkpoint: give either from_model=<name> or from_path=<PEFT folder>")
-        if from_path is None:
-            project = model.project if from_project is None else from_project
-            name = str(from_model)
-
-            def work() -> int:
-                origin = origin_of_model(self.path, project, name, step=step, not_after_step=not_after_step)
-                return fork(self.path, model, origin)
-        else:
-            if (from_project, step, not_after_step) != (None, None, None):
-                raise ConfigError("fork_checkpoint: from_path is one folder; from_project and steps are for from_model")
-            folder = from_path
-
-            def work() -> int:
-                return fork(self.path, model, origin_of_folder(folder))
-
-        at = await asyncio.to_thread(work)
+        at = await asyncio.to_thread(
+            start_from, self.path, model, from_model, from_project, from_path, step=step, not_after_step=not_after_step
+        )
         self._say(f"{model.name} starts from {from_path or from_model} at step {at}")
         return at
 

@@ -38,6 +38,28 @@ class Origin:
     label: dict[str, Any]  # kept with the fork, and compared when the cell is run again
 
 
+def start_from(
+    root: Path,
+    model: TrainableModel,
+    from_model: str | None,
+    from_project: str | None,
+    from_path: str | Path | None,
+    *,
+    step: int | None,
+    not_after_step: int | None,
+) -> int:
+    """`LocalBackend.fork_checkpoint`: the step at which the model is now."""
+    if (from_model is None) == (from_path is None):
+        raise ConfigError("fork_checkpoint: give either from_model=<name> or from_path=<PEFT folder>")
+    if from_model is not None:
+        project = model.project if from_project is None else from_project
+        origin = origin_of_model(root, project, from_model, step=step, not_after_step=not_after_step)
+        return fork(root, model, origin)
+    if (from_project, step, not_after_step) != (None, None, None):
+        raise ConfigError("fork_checkpoint: from_path is one folder; from_project and steps are for from_model")
+    return fork(root, model, origin_of_folder(Path(str(from_path))))
+
+
 def origin_of_model(
     root: Path, project: str, name: str, *, step: int | None = None, not_after_step: int | None = None
 ) -> Origin:
