@@ -8,6 +8,8 @@ import os
 import re
 import shlex
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +302,17 @@ def test_serve_lines_are_one_shell_word_each() -> None:
     assert Exported(path, "merged", "모델", 3, base, 8).ollama_name == "artnb-model"
 
 
+def test_files_alone_need_no_torch() -> None:
+    """A client with the core install exports adapters, and prepares SFT runs."""
+    heavy = "torch transformers peft safetensors huggingface_hub datasets"
+    code = (
+        "import sys, artnb.utils.sft, artnb.hub, artnb.exported, artnb.training.export\n"
+        f"print([name for name in {heavy!r}.split() if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
 # As a user does it ------------------------------------------------------------------------------
 
 
@@ -334,6 +347,8 @@ async def test_a_model_exports_any_of_its_steps_with_and_without_a_backend(
         assert made[0, ids.shape[1] :].tolist() == said.model_extra["token_ids"]
         with pytest.raises(CheckpointError, match="there is no checkpoint 7"):
             await model.export(tmp_path / "x", step=7)
+        with pytest.raises(ConfigError, match=r"must be a whole number from 0, not '\.\./2'"):
+            await model.export(tmp_path / "x", step="../2")  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=r"inside the checkpoint's own folder"):
             await model.export(checkpoints / "0002" / ".." / "0003", format="adapter")
         assert await model.checkpoints() == [0, 1, 2]
