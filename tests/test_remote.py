@@ -193,6 +193,36 @@ async def test_names_and_synchronous_chat(serving: Serving, tiny_base: Path, tmp
         await asyncio.gather(*(even_rollout(model, f"{i}", i, turns=1) for i in range(110)))
 
 
+async def test_a_fork_and_the_bases_own_log_probs(serving: Serving, tiny_base: Path, tmp_path: Path, name: str) -> None:
+    model, backend = client(serving.url, tiny_base, tmp_path, name)
+    async with backend:
+        await model.register(backend)
+        for step in range(2):
+            await model.train(await few(model, step), FAST)
+        fork = art.TrainableModel(f"{name}-fork", "tests", tiny_base, lora=LORA, base_path=tmp_path)
+        assert await backend.fork_checkpoint(fork, from_model=name, step=1) == 1
+        await fork.register(backend)
+        asked: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+        assert await fork.get_step() == 1
+        assert ids(fork.chat(HELLO, **asked).choices[0]) == ids(model.chat(HELLO, step=1, **asked).choices[0])
+        assert (await fork.train(await few(fork, 1), FAST)).step == 2 and list(fork.history()["step"]) == [2]
+        for wrong, error in [({"from_model": "nobody"}, CheckpointError), ({"from_model": "../x"}, ConfigError)]:
+            with pytest.raises(error, match=r"\(at http"):
+                await backend.fork_checkpoint(art.TrainableModel("new", "tests", tiny_base, lora=LORA), **wrong)
+
+        rows = [
+            art.Trajectory(messages_and_choices=[*HELLO, {"role": "assistant", "content": "hello world"}]),
+            art.Trajectory(messages_and_choices=HELLO),
+        ]
+        there = await backend.base_logprobs(model, rows)
+        handle = serving.hub.hosted("tests", name).model
+        here = asyncio.run_coroutine_threadsafe(serving.hub.backend.base_logprobs(handle, rows), serving.loop)
+        own = await asyncio.wrap_future(here)
+        assert there[1] is None and own[1] is None
+        assert there[0].values.dtype == own[0].values.dtype and there[0].row_tokens == own[0].row_tokens
+        assert there[0].values == pytest.approx(own[0].values, abs=1e-5) and len(own[0].values) > 1
+
+
 # A step is made once ------------------------------------------------------------------------------------
 
 

@@ -41,9 +41,15 @@ def read_run_file(folder: Path) -> dict[str, Any] | None:
     return known
 
 
-def check_run_file(folder: Path, model: Described) -> dict[str, Any] | None:
-    """`read_run_file`, and sure that it says the model's base and LoRA. Raises: ConfigError, CheckpointError."""
+def check_run_file(folder: Path, model: Described, *, remote: bool = False) -> dict[str, Any] | None:
+    """`read_run_file`, and sure that it says the model's base and LoRA, and that its run is on another machine or here.
+
+    Raises: ConfigError, CheckpointError.
+    """
     known = read_run_file(folder)
+    if known is not None and remote != (REMOTE in known):
+        where = f"a run at {known[REMOTE]}" if REMOTE in known else "a run of a LocalBackend"
+        raise ConfigError(f"{folder} holds {where}, whose history would be mixed with this one's; use another name=")
     if known is not None:
         mine = _describe(model)
         for key in ("base_model", "lora"):
@@ -57,7 +63,7 @@ def check_run_file(folder: Path, model: Described) -> dict[str, Any] | None:
 
 def write_run_file(folder: Path, model: Described, **more: Any) -> None:
     """Write run.json where there is none, and add `more` to it. Raises as `check_run_file`."""
-    known = check_run_file(folder, model)
+    known = check_run_file(folder, model, remote=REMOTE in more)
     if known is not None and not more:
         return
     made = known or {**_describe(model), "created": datetime.now(UTC).isoformat(), "artnb_version": __version__}

@@ -1,116 +1,39 @@
 """The HTTP interface of `artnb serve`: routes over a Hub, with an OpenAPI document at /openapi.json.
 
-The OpenAI endpoint at /v1 is each base model's own (serving/app.py); here a request finds its base by the model that it
-names. Keys, sizes and slow clients are guard.py's.
+The OpenAI endpoint at /v1 is in chat.py. Keys, sizes and slow clients are guard.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
-from fastapi.routing import APIRoute
-from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 
 from .. import __version__
-from ..capture_http import TRAJECTORY_HEADER
 from ..errors import CheckpointError, ConfigError
-from ..local.served import ServedBase
 from ..serving.protocol import error_body
 from . import schema
+from .chat import openai
 from .guard import Guard, Limits, RefusedError
 from .hub import Hub
+from .routing import KEYED, TheHub, ThreadedRoute, errors, sse_event
 from .safe_files import is_allowed
 from .uploads import TooLargeError, Uploads, WrongContentError
 from .wire import API
 
 KEEP_ALIVE_S = 15.0
 """Seconds after which a silent stream of events sends a comment, so that nobody on the way takes it for dead."""
-MAX_DEPTH = 64
-_TOO_DEEP = f"the body is nested more than {MAX_DEPTH} levels deep"
 NAME = Annotated[str, Path(description="As it was registered")]
-_TEXT = {
-    400: "The body or the request is malformed",
-    401: "The key is missing or wrong",
-    404: "There is no such thing (any more)",
-    408: "The body came too slowly",
-    409: "It contradicts what is there: the message says what to do",
-    413: "The body is too large",
-    415: "The body is of an unknown encoding",
-    422: "A value is of the wrong type",
-    429: "Too many large requests at once",
-    500: "The server failed",
-    503: "The server is closing",
-}
-
-
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    always = (400, 401, 408, 413, 415, 422, 429, 500, 503)
-    return {s: {"model": schema.Error, "description": _TEXT[s]} for s in sorted({*always, *statuses})}
-
-
-def _sse(fields: list[str]) -> dict[str, Any]:
-    """A server-sent event."""
-    return {"type": "object", "properties": {f: {"type": "string"} for f in fields}, "required": fields}
-
-
-_CHAT = {
-    "description": "OpenAI's request: see its reference. What is not supported is a 400 that names it.",
-    "type": "object",
-    "required": ["model", "messages"],
-    "properties": {
-        "model": {"type": "string"},
-        "messages": {
-            "type": "array",
-            "minItems": 1,
-            "items": {"type": "object", "required": ["role"], "properties": {"role": {"type": "string"}}},
-        },
-    },
-}
-
-
-class _Route(APIRoute):
-    """A route whose JSON is read in a thread: a step's rollouts are many megabytes, and others are being served."""
-
-    def get_route_handler(self) -> Any:
-        handle = super().get_route_handler()
-
-        async def handler(request: Request) -> Response:
-            answer: Response = await handle(_ThreadRequest(request.scope, request.receive))
-            return answer
-
-        return handler
-
-
-class _ThreadRequest(Request):
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            self._json, depth = await asyncio.to_thread(lambda: (value := json.loads(body), _depth(value)))
-            if depth > MAX_DEPTH:
-                raise HTTPException(400, _TOO_DEEP)
-        return self._json
-
-
-def _hub(request: Request) -> Hub:
-    hub: Hub = request.app.state.hub
-    return hub
-
-
-TheHub = Annotated[Hub, Depends(_hub)]
-_bearer = HTTPBearer(auto_error=False)  # for the document: guard.py looks at the key
-router = APIRouter(route_class=_Route)
-api = APIRouter(prefix=API, route_class=_Route, dependencies=[Depends(_bearer)])
-openai = APIRouter(prefix="/v1", dependencies=[Depends(_bearer)])
+router = APIRouter()
+api = APIRouter(prefix=API, route_class=ThreadedRoute, dependencies=KEYED)
 
 
 def create_app(hub: Hub, api_key: str, limits: Limits | None = None) -> Guard:
@@ -137,13 +60,13 @@ def create_app(hub: Hub, api_key: str, limits: Limits | None = None) -> Guard:
 # Server and models ------------------------------------------------------------------------------------
 
 
-@router.get("/health", responses={500: _errors()[500]})
+@router.get("/health", responses={500: errors()[500]})
 async def health() -> schema.Health:
     """Whether the server answers; needs no key."""
     return schema.Health(status="ok", version=__version__)
 
 
-@api.get("/server", responses=_errors())
+@api.get("/server", responses=errors())
 async def server(request: Request, hub: TheHub) -> schema.ServerState:
     """What the server offers."""
     models = await asyncio.to_thread(lambda: [hub.describe(hosted) for hosted in hub.models()])
@@ -155,7 +78,7 @@ async def server(request: Request, hub: TheHub) -> schema.ServerState:
     )
 
 
-@api.get("/models/{project}/{name}", responses=_errors(404))
+@api.get("/models/{project}/{name}", responses=errors(404))
 async def model(project: NAME, name: NAME, hub: TheHub) -> schema.ModelState:
     """A registered model."""
     return await asyncio.to_thread(hub.describe, hub.hosted(project, name))
@@ -164,7 +87,7 @@ async def model(project: NAME, name: NAME, hub: TheHub) -> schema.ModelState:
 # Jobs -------------------------------------------------------------------------------------------------
 
 
-@api.put("/jobs/{job_id}", responses={201: {"model": schema.JobState}, **_errors(404, 409)})
+@api.put("/jobs/{job_id}", responses={201: {"model": schema.JobState}, **errors(404, 409)})
 async def put_job(
     job_id: schema.JobId, body: schema.JobRequest, request: Request, response: Response, hub: TheHub
 ) -> schema.JobState:
@@ -176,12 +99,12 @@ async def put_job(
     return job.describe()
 
 
-@api.get("/jobs/{job_id}", responses=_errors(404))
+@api.get("/jobs/{job_id}", responses=errors(404))
 async def get_job(job_id: schema.JobId, hub: TheHub) -> schema.JobState:
     return hub.job(job_id).describe()
 
 
-@api.post("/jobs/{job_id}/cancel", responses=_errors(404))
+@api.post("/jobs/{job_id}/cancel", responses=errors(404))
 async def cancel_job(job_id: schema.JobId, hub: TheHub) -> schema.JobState:
     """End a job; the model stays at its last complete step. Answers when the job has ended."""
     job = hub.job(job_id)
@@ -192,7 +115,7 @@ async def cancel_job(job_id: schema.JobId, hub: TheHub) -> schema.JobState:
 @api.get(
     "/jobs/{job_id}/events",
     response_class=StreamingResponse,
-    responses={200: {"content": {"text/event-stream": {"schema": _sse(["id", "event", "data"])}}}, **_errors(404)},
+    responses={200: {"content": {"text/event-stream": {"schema": sse_event(["id", "event", "data"])}}}, **errors(404)},
 )
 async def events(
     job_id: schema.JobId, hub: TheHub, last_event_id: Annotated[int, Header(ge=0, le=2**53)] = 0
@@ -216,7 +139,7 @@ StepPath = Annotated[int, Path(ge=0, le=2**53)]
 _BYTES = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
 
 
-@api.get("/models/{project}/{name}/checkpoints/{step}", responses=_errors(404))
+@api.get("/models/{project}/{name}/checkpoints/{step}", responses=errors(404))
 async def checkpoint(project: NAME, name: NAME, step: StepPath, hub: TheHub) -> schema.Checkpoint:
     """The files of a checkpoint that can be fetched; the optimizer's state, a pickle, is not among them."""
     files = await asyncio.to_thread(_files, hub, project, name, step)
@@ -227,7 +150,7 @@ async def checkpoint(project: NAME, name: NAME, step: StepPath, hub: TheHub) -> 
 @api.get(
     "/models/{project}/{name}/checkpoints/{step}/files/{file}",
     response_class=FileResponse,
-    responses={200: _BYTES, **_errors(404)},
+    responses={200: _BYTES, **errors(404)},
 )
 async def checkpoint_file(project: NAME, name: NAME, step: StepPath, file: str, hub: TheHub) -> FileResponse:
     """One file of a checkpoint."""
@@ -249,7 +172,7 @@ def _files(hub: Hub, project: str, name: str, step: int) -> dict[str, Any]:
 
 @api.put(
     "/models/{project}/{name}/adapters/{sha256}",
-    responses=_errors(404, 409),
+    responses=errors(404, 409),
     openapi_extra={"requestBody": {"required": True, **_BYTES}},
 )
 async def put_adapter(
@@ -275,7 +198,7 @@ async def put_adapter(
 # History ----------------------------------------------------------------------------------------------
 
 
-@api.get("/models/{project}/{name}/history", responses=_errors(404))
+@api.get("/models/{project}/{name}/history", responses=errors(404))
 async def history(
     project: NAME, name: NAME, hub: TheHub, after: Annotated[int, Query(ge=-1, le=2**53)] = -1
 ) -> schema.HistoryList:
@@ -289,7 +212,7 @@ async def history(
 @api.get(
     "/models/{project}/{name}/history/{split}/{step}",
     response_class=FileResponse,
-    responses={200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}, **_errors(404)},
+    responses={200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}, **errors(404)},
 )
 async def trajectories(project: NAME, name: NAME, split: str, step: StepPath, hub: TheHub) -> FileResponse:
     """The trajectories of a step, one JSON record a line."""
@@ -299,99 +222,6 @@ async def trajectories(project: NAME, name: NAME, split: str, step: StepPath, hu
     except (CheckpointError, ConfigError) as error:
         raise RefusedError(404, "no_trajectories", str(error)) from None
     return FileResponse(path, media_type="application/x-ndjson")
-
-
-# The OpenAI endpoint ----------------------------------------------------------------------------------
-
-
-class _Forwarded(Response):
-    """The answer of a base model's own app."""
-
-    def __init__(self, base: ServedBase, request: Request) -> None:
-        super().__init__()
-        kept = [(k, v) for k, v in request.scope["headers"] if k not in (b"authorization", TRAJECTORY_HEADER.encode())]
-        self._app = base.app
-        self._scope = {
-            **request.scope,
-            "headers": [*kept, (b"authorization", f"Bearer {base.api_key}".encode())],
-        }
-        self._request = request
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body: bytes | None = await self._request.body()
-
-        async def next_message() -> Any:
-            nonlocal body
-            if body is None:
-                return await receive()
-            data, body = body, None
-            return {"type": "http.request", "body": data, "more_body": False}
-
-        # Only its own keys: those of the outer app's routing must not reach the inner one.
-        plain = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
-        inner = {key: self._scope[key] for key in (*plain, "headers", "client", "server") if key in self._scope}
-        await self._app(inner, next_message, send)
-
-
-@openai.get("/models", responses=_errors())
-async def served_models(hub: TheHub) -> schema.ModelList:
-    """What can be asked: bases, models, and their checkpoints."""
-    names = await asyncio.to_thread(lambda: [name for base in hub.bases() for name in base.names()])
-    cards = [schema.ModelCard(id=name, object="model", created=0, owned_by="artnb") for name in names]
-    return schema.ModelList(object="list", data=cards)
-
-
-@openai.get("/models/{name:path}", responses=_errors(404))
-async def served_model(name: str, hub: TheHub) -> schema.ModelCard:
-    """One of them."""
-    for card in (await served_models(hub)).data:
-        if card.id == name:
-            return card
-    raise RefusedError(404, "model_not_found", f"no model is served as {name!r}; GET /v1/models lists those that are")
-
-
-@openai.post(
-    "/chat/completions",
-    response_class=JSONResponse,
-    responses={
-        200: {"model": schema.ChatCompletion, "content": {"text/event-stream": {"schema": _sse(["data"])}}},
-        **_errors(404),
-    },
-    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _CHAT}}}},
-)
-async def chat_completions(request: Request, hub: TheHub) -> Response:
-    """OpenAI's chat completions."""
-    raw = await request.body()
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(400, "bad_json", f"the body is not valid JSON: {error}") from None
-    if _depth(body) > MAX_DEPTH:
-        raise RefusedError(400, "too_deep", _TOO_DEEP)
-    name = body.get("model") if isinstance(body, dict) else None
-    bases = hub.bases()
-    stem = name.partition("@")[0] if isinstance(name, str) else None
-    for base in bases:
-        if name == base.name or stem in base.models:
-            return _Forwarded(base, request)
-    if bases and not isinstance(name, str):
-        return _Forwarded(bases[0], request)  # which says what is wrong with the body
-    served = ", ".join(served for base in bases for served in (base.name, *base.models)) or "none yet"
-    raise RefusedError(404, "model_not_found", f"no model is served as {name!r}; served are: {served}")
-
-
-def _depth(value: Any) -> int:
-    """How deep lists and objects are nested."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
-            if isinstance(inner, dict | list)
-        ]
-    return depth
 
 
 # Errors -----------------------------------------------------------------------------------------------

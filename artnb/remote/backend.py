@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..backend import ASGIApp, TrainResult, check_groups, chosen_config
+from ..backend import ASGIApp, TrainResult, TurnLogprobs, check_groups, chosen_config
 from ..capture import Collector
 from ..config import TrainConfig, TrainSFTConfig, check_number
 from ..errors import ConfigError
@@ -24,10 +24,10 @@ from ..tracking.history import KEPT_EXAMPLES, History
 from ..trajectories import Trajectory, TrajectoryGroup
 from . import capture
 from .checkpoints import fetch_checkpoint, read_adapter, send_adapter
-from .connection import Connection
+from .connection import Connection, understood
 from .forward import Forward
 from .link import Link
-from .wire import groups_json, trajectories_json
+from .wire import groups_json, read_turns, trajectories_json
 
 if TYPE_CHECKING:
     from ..model import TrainableModel
@@ -160,6 +160,16 @@ class RemoteBackend:
         """The same as `model.log`: kept here, then sent to the server's history."""
         await model.log(groups, split)
 
+    async def base_logprobs(
+        self, model: TrainableModel, trajectories: Sequence[Trajectory]
+    ) -> list[TurnLogprobs | None]:
+        """How likely the base, every adapter off, finds the assistant turns of each trajectory; see HasBaseLogprobs."""
+        rows = list(trajectories)
+        link = self._link(model)
+        answer = await link.run("base_logprobs", lambda: {"trajectories": trajectories_json(rows)})
+        with understood(f"log-probs of {link.name}", link.url):
+            return read_turns(answer["turns"])
+
     # Checkpoints -----------------------------------------------------------------------------------
 
     async def checkpoints(self, model: TrainableModel) -> list[int]:
@@ -189,6 +199,29 @@ class RemoteBackend:
         config, weights, sha256 = await asyncio.to_thread(read_adapter, Path(folder))
         await self._connection.run(lambda: send_adapter(self._connection, link, weights, sha256, link.restore))
         return await link.make_step("push", lambda: {"adapter": sha256, "adapter_config": config}, "push", kept=())
+
+    async def fork_checkpoint(
+        self,
+        model: TrainableModel,
+        from_model: str,
+        from_project: str | None = None,
+        *,
+        step: int | None = None,
+        not_after_step: int | None = None,
+    ) -> int:
+        """Start `model` from a checkpoint of another model at the server; see `LocalBackend.fork_checkpoint`.
+
+        Before `register`. An adapter of this machine begins a model by `register`, then `push_checkpoint`.
+        """
+        for option, value in (("step", step), ("not_after_step", not_after_step)):
+            if value is not None:
+                check_number("fork_checkpoint", option, value, low=0, whole=True)
+        link = Link(model, self._connection, verbose=self.verbose, say=self._say)
+        origin = {"from_model": from_model, "from_project": from_project or model.project}
+        which = {"step": step, "not_after_step": not_after_step}
+        made = await link.run("fork", lambda: {**link.shape(), **origin, **which})
+        with understood(f"fork of {from_model}", link.url):
+            return int(made["step"])
 
     # Serving ---------------------------------------------------------------------------------------
 

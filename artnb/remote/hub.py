@@ -31,7 +31,15 @@ from .adopt import adopt_adapter
 from .guard import RefusedError
 from .jobs import CURRENT, Job, JobTable, tell_current
 from .uploads import Uploads
-from .wire import NO_JOB, NOT_REGISTERED, error_json, read_groups, read_trajectory, result_json
+from .wire import (
+    NO_JOB,
+    NOT_REGISTERED,
+    error_json,
+    read_groups,
+    read_trajectories,
+    result_json,
+    turns_json,
+)
 
 log = logging.getLogger("artnb")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -144,7 +152,7 @@ class Hub:
             raise RefusedError(503, "closing", "the server is closing; ask again when it has been restarted")
         from_step = getattr(request, "from_step", None)
         job = Job(job_id, digest, request.kind, request.project, request.name, from_step)
-        if request.kind != "register":
+        if not isinstance(request, schema.Register | schema.Fork):
             hosted = self.hosted(request.project, request.name)
             if from_step is not None:
                 if self._recall(job, hosted):
@@ -230,6 +238,9 @@ class Hub:
     async def _work(self, job: Job, request: Any) -> dict[str, Any] | None:
         if isinstance(request, schema.Register):
             return await self._register(request)
+        if isinstance(request, schema.Fork):
+            origin = request.model_dump(include={"from_model", "from_project", "step", "not_after_step"})
+            return {"step": await self.backend.fork_checkpoint(self._handle(request), **origin)}
         hosted = self.hosted(job.project, job.name)
         backend, model = self.backend, hosted.model
         if isinstance(request, schema.Log):
@@ -238,6 +249,9 @@ class Hub:
         if isinstance(request, schema.DeleteCheckpoints):
             await backend.delete_checkpoints(model, request.steps)
             return None
+        if isinstance(request, schema.BaseLogprobs):
+            asked = await asyncio.to_thread(read_trajectories, request.trajectories)
+            return {"turns": turns_json(await backend.base_logprobs(model, asked))}
         if isinstance(request, schema.Train):
             config = TrainConfig(**request.config)
             groups = await asyncio.to_thread(read_groups, [g.model_dump() for g in request.groups])
@@ -246,9 +260,7 @@ class Hub:
             result = result_json(await backend.train(model, groups, config), groups)
         elif isinstance(request, schema.TrainSFT):
             sft = TrainSFTConfig(**request.config)
-            trajectories = await asyncio.to_thread(
-                lambda: [read_trajectory(t, f"trajectories[{i}]") for i, t in enumerate(request.trajectories)]
-            )
+            trajectories = await asyncio.to_thread(read_trajectories, request.trajectories)
             request.trajectories.clear()
             await asyncio.to_thread(hosted.journal.write, job, None)
             result = result_json(await backend.train_sft(model, trajectories, sft))
@@ -262,14 +274,17 @@ class Hub:
             log.warning("what step %d answered is not kept for a restart: %s", result["step"], error)
         return result
 
-    async def _register(self, request: schema.Register) -> dict[str, Any]:
+    def _handle(self, request: schema.Register | schema.Fork) -> TrainableModel:
         self._check_offered(request.base_model)
         options = request.lora.model_dump()
         if isinstance(options["target_modules"], list):
             options["target_modules"] = tuple(options["target_modules"])
         lora = LoraConfig(**options)
         # Reports nowhere: the client's own handle does.
-        model = TrainableModel(request.name, request.project, request.base_model, lora=lora, report_metrics=[])
+        return TrainableModel(request.name, request.project, request.base_model, lora=lora, report_metrics=[])
+
+    async def _register(self, request: schema.Register) -> dict[str, Any]:
+        model = self._handle(request)
         await self.backend.register(model)
         trained = self.backend._trained(model)
         key = (request.project, request.name)

@@ -20,6 +20,8 @@ from .wire import FINAL
 
 KEPT_JOBS = 1024
 """Jobs that have ended and are remembered; what is sent again later counts as new, and its step number refuses it."""
+BULK = ("trainer_logprobs", "turns")
+"""Parts of results that hold a number for each token."""
 PROGRESS_S = 0.25
 """Seconds between two progress events of a phase."""
 
@@ -92,8 +94,8 @@ class Job:
 
     def slim(self) -> None:
         """Drop the bulk of the result: a later step of the model has begun, so somebody has it."""
-        if self.result is not None and self.result.get("trainer_logprobs"):
-            self.result = {**self.result, "trainer_logprobs": []}
+        if self.result is not None and any(self.result.get(name) for name in BULK):
+            self.result = {name: [] if name in BULK else value for name, value in self.result.items()}
             last = self._events.pop()
             self._add(last.type, {"step": self.step, "result": self.result, "error": None}, last.id)
 

@@ -22,7 +22,7 @@ from ..trajectories import TrajectoryGroup
 from .bars import Bars
 from .connection import Connection, StatusError, understood
 from .follow import RemoteJob
-from .registered import Registered, lora_json
+from .registered import Registered
 from .wire import NOT_REGISTERED, groups_json, read_error, read_result
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Link(Registered):
         await self._catch_up()
 
     def _registration(self) -> RemoteJob:
-        body = {**self.of_model(), "base_model": self.base_model, "lora": lora_json(self.lora)}
+        body = {**self.of_model(), **self.shape()}
         return RemoteJob(self._connection, lambda: {"kind": "register", **body}, f"register {self.name}")
 
     async def restore(self) -> None:

@@ -89,6 +89,10 @@ class Registered:
     def of_model(self) -> dict[str, Any]:
         return {"project": self.project, "name": self.name}
 
+    def shape(self) -> dict[str, Any]:
+        """What it is made as."""
+        return {"base_model": self.base_model, "lora": lora_json(self.lora)}
+
     def check_same(self, model: TrainableModel) -> None:
         """A second handle with the same name is the same model, or an error."""
         if (model.base_model, model.project, model.lora) != (self.base_model, self.project, self.lora):

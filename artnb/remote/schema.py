@@ -66,6 +66,18 @@ class Register(OfModel):
     lora: Lora
 
 
+class Fork(OfModel):
+    """Start a model, which is not registered yet, from another one's checkpoint."""
+
+    kind: Literal["fork"]
+    base_model: str
+    lora: Lora
+    from_model: str
+    from_project: str
+    step: Step | None
+    not_after_step: Step | None
+
+
 class Train(OfModel):
     """One GRPO step, from step `from_step` of the model to the next."""
 
@@ -93,6 +105,13 @@ class Push(OfModel):
     adapter_config: Json
 
 
+class BaseLogprobs(OfModel):
+    """How likely the base, without an adapter, finds the assistant turns of each trajectory."""
+
+    kind: Literal["base_logprobs"]
+    trajectories: list[Json]
+
+
 class Log(OfModel):
     """Keep groups and metrics in the server's history, too."""
 
@@ -109,7 +128,7 @@ class DeleteCheckpoints(OfModel):
 
 
 JobRequest = Annotated[
-    Register | Train | TrainSFT | Push | Log | DeleteCheckpoints,
+    Register | Fork | Train | TrainSFT | Push | BaseLogprobs | Log | DeleteCheckpoints,
     Field(discriminator="kind"),
 ]
 

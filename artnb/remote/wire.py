@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from .. import errors
-from ..backend import TrainResult
+from ..backend import TrainResult, TurnLogprobs
 from ..errors import ArtnbError, ConfigError, ServiceError
 from ..tracking.records import group_record, to_group, to_line, to_trajectory, trajectory_record
 from ..tracking.stored import AnyTrajectory
@@ -73,6 +75,11 @@ def read_trajectory(record: Mapping[str, Any], where: str) -> Trajectory:
         raise _unreadable(where, error) from error
 
 
+def read_trajectories(records: Sequence[Mapping[str, Any]]) -> list[Trajectory]:
+    """The trajectories of `trajectories_json`. Raises ConfigError that names what is none."""
+    return [read_trajectory(record, f"trajectories[{index}]") for index, record in enumerate(records)]
+
+
 def _unreadable(where: str, error: Exception) -> ConfigError:
     return ConfigError(f"{where} is not as artnb writes it: {type(error).__name__}: {error}")
 
@@ -115,6 +122,15 @@ def read_result(data: Mapping[str, Any], groups: Sequence[TrajectoryGroup] = ())
         notes=list(data["notes"]),
         trained=data["trained"],
     )
+
+
+def turns_json(found: Iterable[TurnLogprobs | None]) -> list[dict[str, Any] | None]:
+    return [None if t is None else {"values": t.values.tolist(), "row_tokens": t.row_tokens} for t in found]
+
+
+def read_turns(data: Iterable[Mapping[str, Any] | None]) -> list[TurnLogprobs | None]:
+    """What `turns_json` made; float32 goes through JSON unchanged."""
+    return [None if t is None else TurnLogprobs(np.array(t["values"], np.float32), int(t["row_tokens"])) for t in data]
 
 
 # Errors -----------------------------------------------------------------------------------------------
