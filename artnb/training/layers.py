@@ -115,9 +115,12 @@ def _kept_share() -> AbstractContextManager[None]:
     return share
 
 
-def _options() -> dict[str, Any]:
-    # What launches the kernels is compiled, too, where there is a C++ compiler: a small pack is bound by it.
-    return {"cpp_wrapper": True} if any(map(shutil.which, ("c++", "g++", "clang++"))) else {}
+def compile_options() -> dict[str, Any]:
+    """For torch.compile on a GPU."""
+    # What launches the kernels is compiled, too, where there is a C++ compiler: a small pack is bound by it. None of it
+    # computes on the CPU, whose vector instructions torch would else try one by one, each in a process that imports it.
+    cpp = any(map(shutil.which, ("c++", "g++", "clang++")))
+    return {"cpp_wrapper": cpp, "cpp.vec_isa_ok": True}
 
 
 class _LayerForward:
@@ -131,7 +134,7 @@ class _LayerForward:
 
     def compiled(self) -> Callable[..., Any]:
         if self._compiled is None:  # torch imports its compiler only where it is used
-            self._compiled = torch.compile(self.plain, dynamic=True, options=_options())
+            self._compiled = torch.compile(self.plain, dynamic=True, options=compile_options())
         return self._compiled
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

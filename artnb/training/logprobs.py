@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from .layers import compile_options
 from .types import Ints, Pack
 
 
@@ -90,25 +91,31 @@ def _score(
 ) -> _Scores:
     """From the raw product of the projection. In one place, so that it can be compiled to a few passes over it."""
     logits_CV = _finish(raw_CV, scale, cap)
-    slope_CV = scale if cap is None else (1.0 - (logits_CV / cap).square()) * scale
+    heat_C = raw_CV.new_ones(len(raw_CV), dtype=torch.float32) if temperature_C is None else temperature_C
     if temperature_C is not None:
-        logits_CV = logits_CV / temperature_C.unsqueeze(1)
-        slope_CV = slope_CV / temperature_C.unsqueeze(1)
+        logits_CV = logits_CV / heat_C.unsqueeze(1)
     logsumexp_C = logits_CV.logsumexp(-1)
     probability_CV = (logits_CV - logsumexp_C.unsqueeze(1)).exp()
     entropy_C = logsumexp_C - torch.linalg.vecdot(probability_CV, logits_CV)
-    slope_CV = torch.as_tensor(slope_CV, device=raw_CV.device, dtype=torch.float32).expand(raw_CV.shape)
+    logit_E = logits_CV[unit_E, target_E]
+    slope_E = scale / heat_C[unit_E]
+    spread_CV = probability_CV * (scale / heat_C).unsqueeze(1) if spread else None
+    if cap is not None:
+        # Of tanh: 1 − (capped logit / cap)²; the logits here are divided by the temperature already.
+        slope_E = slope_E * (1.0 - (logit_E * heat_C[unit_E] / cap).square())
+        if spread_CV is not None:
+            spread_CV = spread_CV * (1.0 - (logits_CV * heat_C.unsqueeze(1) / cap).square())
     return _Scores(
-        logits_CV[unit_E, target_E] - logsumexp_C[unit_E],
+        logit_E - logsumexp_C[unit_E],
         entropy_C,
-        slope_CV[unit_E, target_E],
-        (probability_CV * slope_CV).to(raw_CV.dtype) if spread else None,
+        slope_E,
+        None if spread_CV is None else spread_CV.to(raw_CV.dtype),
     )
 
 
 @functools.cache
 def _compiled_score() -> Callable[..., _Scores]:
-    compiled: Callable[..., _Scores] = torch.compile(_score, dynamic=True)
+    compiled: Callable[..., _Scores] = torch.compile(_score, dynamic=True, options=compile_options())
     return compiled
 
 
