@@ -50,6 +50,8 @@ class Scripted:
         self.seen: list[tuple[str, str]] = []
         self.say: Callable[[str, str], Answer | None] = lambda method, path: None
         self.registered = False
+        self.held = 0  # so many requests are answered together
+        self._release: asyncio.Event | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):
@@ -58,6 +60,12 @@ class Scripted:
         self.seen.append((method, path))
         self.range = dict(scope["headers"]).get(b"range")
         assert dict(scope["headers"])[b"authorization"] == f"Bearer {KEY}".encode()
+        if self.held:
+            self._release = self._release or asyncio.Event()
+            self.held -= 1
+            if not self.held:
+                self._release.set()
+            await self._release.wait()
         status, headers, body = self.say(method, path) or self._usual(method, path)
         declared = headers.pop("cut", None)
         sent = [(k.encode(), v.encode()) for k, v in headers.items()]
@@ -275,6 +283,17 @@ async def test_a_streamed_answer_that_is_cut_fails_and_is_not_captured(tmp_path:
                 got = [chunk.choices[0].delta.content async for chunk in stream]
                 raise AssertionError(got)
         assert t.choices() == [] and t.stop_reason is art.StopReason.FAILED
+
+
+async def test_150_requests_reach_the_server_at_once(tmp_path: Path) -> None:
+    """user-reports #10: a pool of 100 connections would hold the others back; here nobody is answered before all ask."""
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "ok"}}
+    whole = said(200, {"id": "1", "object": "chat.completion", "created": 1, "model": "agent", "choices": [choice]})
+    async with scripted(tmp_path) as (script, model, _):
+        script.say = lambda method, path: whole if path.startswith("/v1") else None
+        script.held = 150
+        answers = await asyncio.gather(*(ask(model) for _ in range(150)))
+        assert {answer.choices[0].message.content for answer in answers} == {"ok"} and script.held == 0
 
 
 # Reaching it ---------------------------------------------------------------------------------------------
