@@ -47,7 +47,9 @@ async def learn(backend: art.LocalBackend, name: str, seed: int, rate: float, ar
     before = await game.evaluate(model, held_out, seed=seed, desc=None)
     shown = ", ".join(f"{key} {before[key]:.2f}" for key in SHOWN[name])
     say(f"{name}, seed {seed}, learning rate {rate:g}: before: {shown}")
-    config = art.TrainConfig(learning_rate=rate, lr_schedule=args.schedule, total_steps=args.steps)
+    config = art.TrainConfig(
+        learning_rate=rate, lr_schedule=args.schedule, total_steps=args.steps, entropy_coef=args.entropy_coef
+    )
     curve: list[float] = []
     gathering = training = 0.0
     began = time.perf_counter()
@@ -71,7 +73,8 @@ async def learn(backend: art.LocalBackend, name: str, seed: int, rate: float, ar
         if step % 5 == 0:
             say(
                 f"{name}, seed {seed}, step {step}: reward {curve[-1]:+.3f}, groups trained "
-                f"{result.metrics['groups_trained']:.0f}, {time.perf_counter() - began:.1f} s"
+                f"{result.metrics['groups_trained']:.0f}, mismatch ratio "
+                f"{result.metrics.get('mismatch_ratio', float('nan')):.4f}, {time.perf_counter() - began:.1f} s"
             )
     seconds = time.perf_counter() - began
     after = await game.evaluate(model, held_out, seed=seed, desc=None)
@@ -113,6 +116,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, nargs="+", default=[3e-4], help="several are tried in turn")
     parser.add_argument("--schedule", choices=("constant", "linear", "cosine"), default="linear")
+    parser.add_argument("--entropy-coef", type=float, default=0.0)
     parser.add_argument("--held-out", type=int, default=256, help="games of an evaluation")
     parser.add_argument("--quick", action="store_true", help="2 steps of 2 groups of 4, 8 held-out games")
     parser.add_argument("--sleep", choices=("always", "auto", "never"), default="auto")
