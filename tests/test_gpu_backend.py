@@ -125,7 +125,12 @@ async def test_sleep_gives_the_cache_away_and_requests_wait(held: tuple[Any, Any
     awake = used()
     running = asyncio.create_task(groups_of(model, count=2, tokens=400))
     await asyncio.sleep(0.5)
+    whole: list[Any] = []
+    watch = lambda phase, info: whole.append(info) if info["generation"] == 2 else None  # noqa: E731
+    gc.callbacks.append(watch)
     await engine.sleep()
+    gc.callbacks.remove(watch)
+    assert not whole, "no search for garbage among all rollouts"
     await engine.sleep()
     assert awake - used() > 0.9 * engine.cache_bytes > 0
     waiting = asyncio.create_task(groups_of(model, count=1))
