@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import random
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -83,6 +84,8 @@ class Scripted:
             result = RESULT if self.registered else STATE
             self.registered = True
             return ended(result=result)
+        if path.endswith("/server"):
+            return said(200, {"max_body_bytes": 1 << 20})
         return said(200, {**STATE, "metrics": [], "trajectories": []})
 
 
@@ -102,7 +105,7 @@ async def test_the_script_is_understood(tmp_path: Path) -> None:
     async with scripted(tmp_path) as (script, model, backend):
         assert (await model.train(GROUPS)).metrics == {"loss": 0.5}
         assert backend.context_tokens(model) == 64 and list(model.history()["train/loss"]) == [0.5]
-        assert [method for method, _ in script.seen] == ["PUT", "GET", "GET", "PUT", "GET"]
+        assert [method for method, _ in script.seen] == ["GET", "PUT", "GET", "GET", "PUT", "GET"]
 
 
 @pytest.mark.parametrize(
@@ -143,10 +146,21 @@ async def test_statuses_are_named_with_what_to_do(
 async def test_statuses_while_registering(tmp_path: Path) -> None:
     async with scripted(tmp_path, registers=False) as (script, model, backend):
         script.say = lambda method, path: error(401, "wrong or missing API key", "invalid_api_key")
-        with pytest.raises(ServiceError, match=r"register agent: .* answered 401"):
+        with pytest.raises(ServiceError, match=r"looking at \S+ \S+ answered 401"):
             await model.register(backend)
         script.say = lambda method, path: None
         await model.register(backend)
+
+
+async def test_a_step_that_is_too_large_is_not_sent(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as (script, model, _):
+        text = random.Random(0).randbytes(1 << 20).hex()
+        large = [art.TrajectoryGroup([art.Trajectory(reward=1.0, logs=[text])])]
+        sent = len(script.seen)
+        with pytest.raises(ServiceError, match=r"packed it takes \d\.\d MiB, and \S+ takes 1: train on fewer") as told:
+            await model.train(large)
+        assert told.value.status == 413 and len(script.seen) == sent
+        assert (await model.train(GROUPS)).step == 1
 
 
 async def test_statuses_that_pass_are_waited_for(tmp_path: Path) -> None:
@@ -286,7 +300,7 @@ async def test_a_streamed_answer_that_is_cut_fails_and_is_not_captured(tmp_path:
 
 
 async def test_150_requests_reach_the_server_at_once(tmp_path: Path) -> None:
-    """user-reports #10: a pool of 100 connections would hold the others back; here nobody is answered before all ask."""
+    """user-reports #10: a pool of 100 would hold the others back, and nobody is answered before all have asked."""
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "ok"}}
     whole = said(200, {"id": "1", "object": "chat.completion", "created": 1, "model": "agent", "choices": [choice]})
     async with scripted(tmp_path) as (script, model, _):
@@ -305,7 +319,7 @@ async def test_a_server_that_is_not_there(tmp_path: Path, capsys: pytest.Capture
     for url in (f"http://127.0.0.1:{port}", "http://no-such-host.invalid:1"):
         model, backend = client(url, Path("b"), tmp_path, reconnect_seconds=1.5, verbose=True)
         async with backend:
-            with pytest.raises(ServiceError, match=r"register agent: \S+ cannot be reached .*Check the url") as told:
+            with pytest.raises(ServiceError, match=r"looking at \S+ \S+ cannot be reached .*Check the url") as told:
                 await model.register(backend)
             assert told.value.status is None
         assert "cannot be reached" in capsys.readouterr().out

@@ -58,6 +58,7 @@ class Connection:
         self.api_key = api_key
         self._reconnect_s = reconnect_s
         self.reached = False  # whether it ever answered
+        self.max_body: int | None = None  # bytes of a job's body that the server takes, once it has said so
         self._say = say
         self._verify = _verify(ca_file)
         self._thread = LoopThread("artnb-remote")

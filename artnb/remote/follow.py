@@ -51,7 +51,9 @@ class RemoteJob:
         """
         if not self._packed:
             self._start = {} if self.from_step is None else {"from_step": self.from_step()}
-            self._packed = await asyncio.to_thread(lambda: pack({**self.body(), **self._start}))
+            packed = await asyncio.to_thread(lambda: pack({**self.body(), **self._start}))
+            self._check_size(len(packed))
+            self._packed = packed
         try:
             last = 0
             while True:
@@ -73,6 +75,18 @@ class RemoteJob:
             if self.outcome is None:
                 await self._cancel()
             raise
+
+    def _check_size(self, size: int) -> None:
+        """Before it is sent: a server that refuses it on the way may be taken for one that went away."""
+        most = self.connection.max_body
+        if most is not None and size > most:
+            raise StatusError(
+                f"{self.doing}: packed it takes {size / (1 << 20):.1f} MiB, and {self.connection.url} takes "
+                f"{most / (1 << 20):.0f}: train on fewer or shorter rollouts a step, or start the server with a larger "
+                "--max-body-mb",
+                status=413,
+                code="body_too_large",
+            )
 
     async def _submit(self, packed: bytes) -> None:
         while True:

@@ -17,6 +17,7 @@ from urllib.parse import quote
 from ..backend import TrainResult
 from ..errors import ServiceError
 from ..events import EVENTS
+from ..notebook.loop import ticking
 from ..tracking.summary import summarize
 from ..trajectories import TrajectoryGroup
 from .bars import Bars
@@ -52,6 +53,14 @@ class Link(Registered):
 
     async def register(self) -> None:
         """Let the server load and serve it, and copy what the history here lacks."""
+        doing = f"looking at {self.url}"
+
+        async def ask() -> Any:
+            return await self._connection.json("GET", "/server", doing=doing)
+
+        server = await self._connection.run(ask)
+        with understood(doing, self.url):
+            self._connection.max_body = int(server["max_body_bytes"])
         job = self._registration()
         await self._follow(job)
         state = self._outcome(job)["result"]
@@ -200,7 +209,7 @@ class Link(Registered):
         self, job: RemoteJob, events: Callable[[], AsyncGenerator[tuple[str, dict[str, Any]]]] | None = None
     ) -> None:
         """Wait for the end of a job, and show its progress."""
-        with Bars(self._verbose) as bars:
+        with Bars(self._verbose) as bars, ticking():  # so that a cell which only waits can be interrupted
             async with contextlib.aclosing(self._connection.iterate(events or job.events)) as followed:
                 async for kind, data in followed:
                     if kind == "progress":

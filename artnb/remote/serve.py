@@ -105,7 +105,9 @@ class RemoteServer:
 
     @property
     def url(self) -> str:
+        """Where clients find it; by this machine's name where it listens on every network."""
         address, port = self._listener.getsockname()[:2]
+        address = socket.gethostname() if address in ("0.0.0.0", "::") else address
         return f"{'https' if self.secure else 'http'}://{f'[{address}]' if ':' in address else address}:{port}"
 
     async def run(self) -> None:
