@@ -97,14 +97,12 @@ class LayerPasses:
 def start_workers(*, wait: bool) -> None:
     """Start the processes in which torch compiles kernels; `wait` until they are there.
 
-    Before they are, torch compiles one kernel after the other in this process.
+    Before they are, torch compiles one kernel after the other in this process. A torch that has other names for it
+    goes without.
     """
     from torch._inductor.async_compile import AsyncCompile
 
-    if wait:
-        AsyncCompile.wait_pool_ready()
-    else:
-        AsyncCompile.use_process_pool()
+    getattr(AsyncCompile, "wait_pool_ready" if wait else "use_process_pool", lambda: None)()
 
 
 def _kept_share() -> AbstractContextManager[None]:

@@ -190,7 +190,6 @@ class Policy:
         """
         if not self.cold:
             return
-        self._cold = False
         start_workers(wait=True)
         row_S = np.arange(WARM_UP_TOKENS) % int(self._text_config.vocab_size)
         sampled_S = row_S >= WARM_UP_TOKENS - 64
@@ -205,6 +204,7 @@ class Policy:
             raise
         except Exception as error:  # torch's compiler raises what its parts do; the packs' own pass tells its faults
             self._layers.give_up_compiling(error)
+        self._cold = False  # not when it was interrupted
 
     def attend(self, pack: Pack) -> PackAttend:
         """The attention of this pack, for all passes over it."""
