@@ -86,3 +86,10 @@ async def test_five_steps_with_a_cut_in_the_third_are_five_steps_with_the_losses
     records = History(there).metric_records()
     assert [r["step"] for r in records if r["split"] == "train" and "loss" in r["metrics"]] == [1, 2, 3, 4, 5]
     assert seen["history"] == [1, 2, 3, 4, 5] == sorted({r["step"] for r in records if r["split"] == "val"})
+
+
+def test_a_server_without_what_it_needs_names_the_extra() -> None:
+    code = "import sys; sys.meta_path.insert(0, __import__('remote_client_run').Absent()); "
+    code += "from artnb.cli import main; sys.exit(main(['serve']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 1 and 'pip install "artnb[local]"' in done.stderr, done.stderr

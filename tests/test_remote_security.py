@@ -24,7 +24,7 @@ from remote_server import FAST, KEY, LORA, Serving, client
 from safetensors.torch import load_file, save_file
 
 import artnb as art
-from artnb.cli import parser
+from artnb.cli import main, parser
 from artnb.errors import CheckpointError, ConfigError, ModelError, ServiceError
 from artnb.remote.guard import Limits
 from artnb.remote.hub import Hub
@@ -495,6 +495,26 @@ def test_the_command_line_takes_no_key_and_listens_here() -> None:
     )
     with pytest.raises(SystemExit):
         parser().parse_args(["serve", "--api-key", "x"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "70000"], "port=70000 must be >= 0 and <= 65535"),
+        (["--max-body-mb", "0"], "max_body_mb=0 must be >= 1"),
+        (["--base-model", " "], "--base-model must be a folder or a Hugging Face id"),
+        (["--host", "no-such-host.invalid"], "cannot listen on no-such-host.invalid"),
+        (["--api-key-file", "/no/such/file"], "/no/such/file cannot be read"),
+        (["--dtype", "flot32"], "did you mean 'float32'?"),
+        (["--tls-cert", "/no/such.pem", "--tls-key", "/no/such.pem"], "No such file"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--path", str(tmp_path), *arguments]) == 1
+    told = capsys.readouterr()
+    assert told.err.startswith("artnb: ") and words in told.err and told.out == ""
 
 
 def test_the_key_is_in_no_log(serving: Serving, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ..config import check_number
 from ..errors import ConfigError
 from ..local.backend import LocalBackend
 from ..serving.server import BACKLOG, KEEP_ALIVE_SECONDS, listen
@@ -75,6 +76,7 @@ class RemoteServer:
         limits: Limits | None = None,
     ) -> None:
         """Listens already; raises ConfigError when the port is in use, or certificate and key do not fit."""
+        check_number("artnb serve", "port", port, low=0, high=65535, whole=True)
         if (tls_cert is None) != (tls_key is None):
             raise ConfigError("TLS needs both --tls-cert and --tls-key (PEM files)")
         self.hub = hub
@@ -190,8 +192,7 @@ def serve(
     **options: Any,
 ) -> None:
     """What `artnb serve` does, until it is interrupted. `options` are LocalBackend's."""
-    if max_body_mb < 1:
-        raise ConfigError(f"--max-body-mb={max_body_mb} must be at least 1")
+    check_number("artnb serve", "max_body_mb", max_body_mb, low=1, whole=True)
     key, source = find_key(api_key_file)
     offered = None if base_models is None else [_offered(base) for base in base_models]
     backend = LocalBackend(**options)
@@ -215,5 +216,7 @@ def serve(
 
 def _offered(base: str) -> str:
     """A folder by its full path, as clients have to name it; anything else is a hub's name."""
+    if not base.strip():
+        raise ConfigError("--base-model must be a folder or a Hugging Face id")
     path = Path(base).expanduser()
     return str(path.resolve()) if path.is_dir() else base
