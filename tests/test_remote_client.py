@@ -377,6 +377,31 @@ def test_one_connection_under_many_loops_and_closed_in_use(tmp_path: Path) -> No
     server.close()
 
 
+@pytest.mark.parametrize(
+    ("trajectories", "lines", "words"),
+    [
+        ([{"step": 1, "split": "../../evil"}], b"", "split='../../evil' becomes part of a file's name"),
+        ([{"step": -1, "split": "train"}], b"", "a step must be a whole number"),
+        ([{"step": 1, "split": "train"}], b'{"v":1,"kind":"trajectory","group":0}\n', "install the same version"),
+        ([{"step": "x"}], b"", "install the same version"),
+    ],
+)
+async def test_histories_that_lie_are_not_kept(tmp_path: Path, trajectories: Any, lines: bytes, words: str) -> None:
+    (tmp_path / "in").mkdir()
+    head = b'{"v":1,"kind":"file","step":1,"split":"train","session":"x","made":"x"}\n'
+    async with scripted(tmp_path / "in", registers=False) as (script, model, backend):
+
+        def say(method: str, path: str) -> Answer | None:
+            if path.endswith("/history"):
+                return said(200, {"metrics": [], "trajectories": trajectories})
+            return said(200, head + lines) if "/history/" in path else None
+
+        script.say = say
+        with pytest.raises(ArtnbError, match=words):
+            await model.register(backend)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"] and model.history().empty
+
+
 # Checkpoints from a server that lies ---------------------------------------------------------------------
 
 

@@ -122,7 +122,9 @@ class Link(Registered):
             async def fetch(path: str = path) -> bytes:
                 return await self._connection.content(path, doing=doing)
 
-            await asyncio.to_thread(self.copy_trajectories, step, split, await self._connection.run(fetch))
+            lines = await self._connection.run(fetch)
+            with understood(doing, self.url):
+                await asyncio.to_thread(self.copy_trajectories, step, split, lines)
         if missing:
             self._say(f"{self.name}: the history of {len(missing)} step(s) was fetched from the server")
 

@@ -147,10 +147,10 @@ class Registered:
         """Keep a step's trajectories as the server's file has them."""
         with tempfile.TemporaryDirectory() as name:
             there = History(name)
-            path = there.trajectories_folder / f"{split}-{step:04d}.jsonl"
+            path = there.trajectories_folder / "copied-0000.jsonl"  # not by the name that the server gave
             path.parent.mkdir(parents=True)
             path.write_bytes(lines)
-            self.history.keep(step, split, there.load_groups(step, split, AnyTrajectory))
+            self.history.keep(step, split, there.load_groups(0, "copied", AnyTrajectory))
 
 
 def lora_json(lora: LoraConfig) -> dict[str, Any]:
