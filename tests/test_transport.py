@@ -138,7 +138,7 @@ async def test_both_libraries_are_supported(library, monkeypatch):
         {"extra_body": {"model": "other"}, "stream": False},
         {"stream": True, "stream_options": {"include_usage": True}},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options) or "none",
 )
 async def test_the_client_sends_what_openais_own_sends(options):
     seen = []
