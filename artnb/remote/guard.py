@@ -28,7 +28,7 @@ OPEN_PATHS = ("/health",)
 OPEN_BODY = 1024
 """Bytes of a body where no key is asked for."""
 UNPACKED_FACTOR = 10
-"""A packed body may unpack to this many times the limit: log-probs shrink to a seventh, a bomb to a thousandth."""
+"""A packed body may unpack to this many times the limit: log-probs shrink to a quarter, a bomb to a thousandth."""
 _JOB = re.compile(rf"{API}/jobs/[^/]+")
 _UPLOAD = re.compile(rf"{API}/models/[^/]+/[^/]+/adapters/[^/]+")
 

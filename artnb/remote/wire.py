@@ -32,7 +32,7 @@ NO_JOB = "job_not_found"
 
 
 def pack(body: Mapping[str, Any]) -> bytes:
-    """The body of a request, as gzip: log-probs as JSON shrink to about a seventh."""
+    """The body of a request, as gzip: log-probs as JSON shrink to about a quarter."""
     return gzip.compress(to_line(body), compresslevel=1, mtime=0)
 
 
