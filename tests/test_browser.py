@@ -265,6 +265,7 @@ def test_a_person_trains_reads_interrupts_and_goes_on(page: Any, lab: str, artef
     inspector.locator(".row", has=page.locator(".reward")).first.click()
     bubbles = inspector.locator(".trajectory .bubble")
     bubbles.nth(2).wait_for()
+    bubbles.filter(has_text="You play X in tic-tac-toe").first.wait_for()
     said = bubbles.all_inner_texts()
     assert "You play X in tic-tac-toe" in said[0] and "assistant" in said[2]
     inspector.get_by_role("button", name="advantage").click()
