@@ -6,6 +6,7 @@ that and nothing else; a key that `wandb login` once left in a home folder is no
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -69,7 +70,14 @@ def track(model: Model) -> None:
     if chosen is None:
         chosen = ("wandb",) if os.environ.get("WANDB_API_KEY") and _wandb_is_there() else ()
     trackers = [_by_name(item) if isinstance(item, str) else item for item in chosen]
-    TRACKING.attach(_run_info(model), [t for t in trackers if not getattr(t, "disabled", False)])
+    followed = [t for t in trackers if not getattr(t, "disabled", False)]
+    for tracker in followed:
+        # Here and not in the tracker's thread, where it would meet the next cell's imports of the same library, or
+        # openai, which takes up httpx as soon as it is in sys.modules, half imported. What fails is told by the thread.
+        if tracker.name in _TRACKERS:
+            with contextlib.suppress(Exception):
+                importlib.import_module(tracker.name)
+    TRACKING.attach(_run_info(model), followed)
 
 
 def configure(model: Model, config: dict[str, Any]) -> None:

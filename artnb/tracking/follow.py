@@ -6,8 +6,6 @@ and the next session tells the tracker what it missed. Knows no tracker by name 
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import queue
 import threading
 import time
@@ -34,10 +32,6 @@ class Follower:
         self._since = time.time()  # what was logged before is read from the history, the rest comes by `log`
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._ended = False
-        # The libraries import httpx, and here they do it in a thread: openai, whose requests go on meanwhile, takes it
-        # up as soon as it is in sys.modules, half imported.
-        with contextlib.suppress(ImportError):
-            importlib.import_module("httpx")
         name = f"artnb-{tracker.name}-{run.name}"
         self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
         self._thread.start()
