@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from .compat.options import train_config
 from .config import TrainConfig
 from .errors import ConfigError
 from .trajectories import TrajectoryGroup
@@ -110,11 +109,6 @@ def check_groups(trajectory_groups: Iterable[TrajectoryGroup]) -> list[Trajector
                 "(await gather_trajectory_groups(...) first)"
             )
     return groups
-
-
-def chosen_config(config: TrainConfig | None, options: dict[str, Any]) -> TrainConfig:
-    """The options of a step, given as a whole or one by one, by ART's names too. Raises ConfigError."""
-    return train_config(config, options)
 
 
 @runtime_checkable

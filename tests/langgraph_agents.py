@@ -43,6 +43,8 @@ def ending(arguments: str) -> str:
 
 
 TWO_TURNS = ["so\n" + call("add", '{"a": 1, "b": 2}') + "\n" + call("shout", '{"text": "é"}'), "it is 3, É"]
+TWO_TURNS_SAID = ["user:1 + 2?", "choice:so2", "tool:3", "tool:É", "choice:it is 3, É0"]
+"""The `shape` of a conversation with an agent that calls both tools."""
 
 
 def shape(items: Any) -> list[str]:

@@ -18,7 +18,7 @@ import asyncio
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI
-from langgraph_agents import assert_trained_once, shape
+from langgraph_agents import TWO_TURNS_SAID, assert_trained_once, shape
 from run_page import python_blocks
 from scripted_backend import scripted_model
 
@@ -26,7 +26,7 @@ import artnb as art
 from artnb.langgraph import init_chat_model
 
 ROOT = Path(__file__).parent.parent
-RECORDED = ["system:S", "user:1 + 2?", "choice:so2", "tool:3", "tool:É", "choice:it is 3, É0"]
+RECORDED = ["system:S", *TWO_TURNS_SAID]
 
 
 def needs(distribution: str) -> None:

@@ -17,7 +17,19 @@ import openai
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.runnables import ConfigurableField
-from langgraph_agents import TWO_TURNS, Point, add, answers, assert_trained_once, call, ending, shape, shout, sum_of
+from langgraph_agents import (
+    TWO_TURNS,
+    TWO_TURNS_SAID,
+    Point,
+    add,
+    answers,
+    assert_trained_once,
+    call,
+    ending,
+    shape,
+    shout,
+    sum_of,
+)
 from scripted_backend import ScriptedBackend, scripted_model
 
 import artnb as art
@@ -38,9 +50,7 @@ async def test_an_agent_with_tools_is_recorded_and_trained_as_it_was_sampled():
         return art.Trajectory(reward=0.25, metadata={"question": question}, metrics={"mine": 2}, logs=["hello"])
 
     trajectory = await wrap_rollout(model, rollout)("1 + 2?")
-    assert shape(trajectory.messages_and_choices) == [
-        "system:S", "user:1 + 2?", "choice:so2", "tool:3", "tool:É", "choice:it is 3, É0",
-    ]  # fmt: skip
+    assert shape(trajectory.messages_and_choices) == ["system:S", *TWO_TURNS_SAID]
     assert not trajectory.additional_histories
     assert [t["function"]["name"] for t in trajectory.tools] == ["add", "shout"]
     assert (trajectory.reward, trajectory.metadata, trajectory.logs) == (0.25, {"question": "1 + 2?"}, ["hello"])
@@ -184,9 +194,7 @@ async def test_a_streamed_agent_is_trained_like_one_that_is_not(options: dict[st
         return art.Trajectory(reward=1.0)
 
     trajectory = await wrap_rollout(model, rollout)()
-    assert shape(trajectory.messages_and_choices) == [
-        "system:S", "user:1 + 2?", "choice:so2", "tool:3", "tool:É", "choice:it is 3, É0",
-    ]  # fmt: skip
+    assert shape(trajectory.messages_and_choices) == ["system:S", *TWO_TURNS_SAID]
     assert_trained_once(trajectory, endpoint)
 
 
@@ -257,13 +265,7 @@ async def test_the_http_endpoint_does_for_an_agent_that_keeps_langchains_own_cha
             return art.Trajectory(reward=1.0)
 
         trajectory = await wrap_rollout(model, rollout)()
-    assert shape(trajectory.messages_and_choices) == [
-        "user:1 + 2?",
-        "choice:so2",
-        "tool:3",
-        "tool:É",
-        "choice:it is 3, É0",
-    ]
+    assert shape(trajectory.messages_and_choices) == TWO_TURNS_SAID
     assert_trained_once(trajectory, endpoint)
     assert {r.sampling.temperature for r in endpoint.engine.requests} == {0.3}
 

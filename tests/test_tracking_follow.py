@@ -245,3 +245,23 @@ def test_a_trajectory_notes_the_span_around_it() -> None:
     with trace.use_span(trace.NonRecordingSpan(context)):
         inside = art.Trajectory()
     assert inside._traces == {"otel": f"{0xABC:032x}"} and art.Trajectory()._traces == {}
+
+
+def test_a_trackers_library_is_imported_where_the_run_is_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the tracker's thread it would meet a cell's own imports of it, and openai's look at a half imported httpx."""
+    importers: list[threading.Thread] = []
+    real = importlib.import_module
+
+    def spied(name: str, package: str | None = None) -> Any:
+        if name == "tensorboard":
+            importers.append(threading.current_thread())
+        return real(name, package)
+
+    monkeypatch.setattr(choose.importlib, "import_module", spied)
+    tracker = Recorder(name="tensorboard")
+    model = art.Model("agent", "tracking", base_path=tmp_path, report_metrics=[tracker])
+    choose.track(model)
+    TRACKING.detach("tracking/agent")
+    assert importers == [threading.current_thread()] and tracker.told[-1] == "close"

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..backend import ASGIApp, TrainResult, TurnLogprobs, check_groups, chosen_config
+from ..backend import ASGIApp, TrainResult, TurnLogprobs, check_groups
 from ..capture import Collector
+from ..compat.options import train_config
 from ..config import TrainConfig, TrainSFTConfig, check_choice, check_number
 from ..engines.base import AdapterRef
 from ..errors import ConfigError, ModelError
@@ -88,7 +89,7 @@ class LocalBackend:
             enforce_eager: vLLM without CUDA graphs: it starts sooner and samples more slowly.
             engine_options: further engine arguments by vLLM's own names.
             activation_gib: what a training step may keep for its backward pass, in GiB; None: little (half of what the
-                weights take, on a GPU), because it computes the rest again. More is faster, up to a third.
+                weights take, on a GPU), because it computes the rest again. With more it takes up to 4/10 less time.
             compile_layers: compile the model's layers for training, which takes about a minute once and makes steps up
                 to twice as fast; "auto": on a GPU from Ampere on, for models of 0.5B weights and more.
             max_probe_difference: nats a token by which vLLM's and the trainer's log-probs of a fixed answer may differ
@@ -281,7 +282,7 @@ class LocalBackend:
         **options: Any,
     ) -> TrainResult:
         """One GRPO step; see `Backend.train`. A batch without signal is a step, too: its result says why."""
-        chosen = chosen_config(config, options)
+        chosen = train_config(config, options)
         groups = check_groups(trajectory_groups)
         return await run_step(self._trained(model), groups, chosen)
 

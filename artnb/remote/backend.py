@@ -15,8 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..backend import ASGIApp, TrainResult, TurnLogprobs, check_groups, chosen_config
+from ..backend import ASGIApp, TrainResult, TurnLogprobs, check_groups
 from ..capture import Collector
+from ..compat.options import train_config
 from ..config import TrainConfig, TrainSFTConfig, check_number
 from ..errors import ConfigError
 from ..tracking.follow import TRACKING
@@ -130,7 +131,7 @@ class RemoteBackend:
         raises, and ServiceError: 409 when another client has trained the model, 413 when the rollouts are too large,
         none when the server could not be reached for `reconnect_seconds`: the same call then goes on where it was.
         """
-        chosen = chosen_config(config, options)
+        chosen = train_config(config, options)
         groups = check_groups(trajectory_groups)
 
         def body() -> dict[str, Any]:

@@ -7,20 +7,17 @@ client). Closing the response early ends that task. It knows nothing about chat 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import functools
 import importlib
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..backend import ASGIApp
+from ..notebook.loop import LoopThread
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
-
-    from ..notebook.loop import LoopThread
 
 T = TypeVar("T")
 IN_PROCESS_URL = "http://artnb.local/v1"
@@ -86,7 +83,7 @@ class InProcessSyncTransport:
 
     def __init__(self, app: ASGIApp, thread: LoopThread | None = None) -> None:
         self._app = app
-        self._thread: LoopThread | _LoopThread = _LoopThread() if thread is None else thread
+        self._thread = LoopThread("artnb-in-process-client") if thread is None else thread
         self._owns_thread = thread is None
 
     def handle_request(self, request: Any) -> Any:
@@ -201,7 +198,7 @@ class _AsyncBody:
 
 
 class _SyncBody:
-    def __init__(self, exchange: _Exchange, thread: LoopThread | _LoopThread) -> None:
+    def __init__(self, exchange: _Exchange, thread: LoopThread) -> None:
         self._exchange = exchange
         self._thread = thread
 
@@ -211,49 +208,6 @@ class _SyncBody:
 
     def close(self) -> None:
         self._thread.run(self._exchange.aclose())
-
-
-class _LoopThread:
-    """An event loop in a thread, started when it is first needed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` there, in a copy of the caller's context, and wait for it."""
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name="artnb-in-process-client", daemon=True
-                )
-                self._thread.start()
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except (KeyboardInterrupt, concurrent.futures.CancelledError):
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        with self._lock:
-            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        if loop is not None and thread is not None:
-            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
-
-
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
-    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 def _scope(request: Any) -> dict[str, Any]:

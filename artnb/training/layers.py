@@ -1,8 +1,8 @@
 """How the decoder's layers run in passes with gradients: compiled on a GPU, and some of them computed again backward.
 
 Each layer's forward pass is compiled by itself, so that all layers of a model share one compilation, of any length of
-pack. Compiled, a layer launches a fifth of the kernels and keeps half of the activations: what only follows from
-others by cheap operations is computed again (https://docs.pytorch.org/docs/stable/torch.compiler.html).
+pack. Compiled, a layer launches fewer kernels and keeps about half of the activations: what only follows from others
+by cheap operations is computed again (https://docs.pytorch.org/docs/stable/torch.compiler.html; figures in LOG.md).
 Passes without gradients run as they are.
 """
 

@@ -37,7 +37,7 @@ CPU_ACTIVATION_BYTES = 2 << 30
 """On CPU a step keeps at most this much of activations (or half of what is free): the machine is also the user's."""
 GPU_ACTIVATION_BYTES = 1 << 30
 """On a GPU a step keeps at most this much, or half as much as the base model's weights take where that is more (or 6/10
-of what is free). Twenty times as much makes a step a third faster: `activation_gib` is for who has it."""
+of what is free). With twenty times as much a step takes up to 4/10 less time: `activation_gib` is for who has it."""
 GPU_PASS_TOKENS = 3072
 """What launching a pass's kernels costs beside computing them, in tokens (28 layers on an H200: 0.06 s)."""
 COMPILED_FROM = 500_000_000
