@@ -16,8 +16,9 @@ def available_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on the device; a container's limit counts."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + kept)
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(device)  # memory_stats flattens all of it each time
+        reserved, allocated = (stats[f"{kind}_bytes"]["all"]["current"] for kind in ("reserved", "allocated"))
+        return int(free + reserved - allocated)
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
     return min(int(psutil.virtual_memory().available), _cgroup_headroom())

@@ -46,7 +46,7 @@ def art_path(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def write(folder: Path) -> None:
         for file in adapter.iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
-        (folder / "optimizer.pt").write_bytes(b"state")
+        (folder / "optimizer.safetensors").write_bytes(b"state")
 
     CheckpointStore(root / "art" / "tests" / "models" / "agent").save(3, write, {"base_model": str(tiny_base)})
     return root / "art"

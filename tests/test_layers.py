@@ -44,7 +44,7 @@ def traced(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(len(graph.graph.nodes))
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        return torch._dynamo.lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda work, **options: compile_(work, backend=backend, dynamic=True))
@@ -66,7 +66,8 @@ def add_adapter(policy: Policy, name: str, *, seed: int) -> None:
 
 def compile_layers(policy: Policy) -> None:
     """As on a GPU: layers compiled, and FlexAttention in them."""
-    policy._layers.compiled = policy._flex = True
+    policy._layers.compile()
+    policy._flex = True
 
 
 def passed(policy: Policy, seed: int, adapter: str = "agent") -> tuple[torch.Tensor, Grads]:
@@ -148,6 +149,35 @@ def test_compiling_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
         art.LocalBackend(compile_layers="atuo")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="activation_gib"):
         art.LocalBackend(activation_gib=0)
+
+
+def kept_bytes(policy: Policy) -> int:
+    """Of the activations that a pass keeps for its backward pass."""
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    (packed,) = build_packs(branching_rows(0), 10_000)
+    with policy.using("agent", train=True), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logp_RT, _ = policy.token_logprobs(packed, adapter="agent", grad=True)
+        assert logp_RT.requires_grad  # what was kept is alive, so that its addresses are its own
+    return sum(held.values())
+
+
+def test_compiled_layers_keep_nothing_of_their_mlps(policy: Policy, traced: list[int]) -> None:
+    tokens = policy.attend(build_packs(branching_rows(0), 10_000)[0]).size
+    policy._flex, policy._layers._recompute_mlp = True, False
+    policy._layers.compile()
+    all_kept = kept_bytes(policy)
+    torch._dynamo.reset()
+    policy._layers._recompute_mlp = True
+    compile_layers(policy)
+    config = policy._text_config
+    gate_and_up = 2 * config.intermediate_size * 4 * tokens * config.num_hidden_layers
+    assert kept_bytes(policy) <= all_kept - gate_and_up
 
 
 def test_a_step_keeps_what_it_is_given(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from agents import even_groups, even_rollout
 
 import artnb as art
 from artnb.errors import CheckpointError, ConfigError, ModelError, TrainError
+from artnb.local import trained
 
 LORA = art.LoraConfig(r=4)
 FAST = art.TrainConfig(learning_rate=5e-3)
@@ -272,15 +273,15 @@ async def test_a_full_disk_fails_the_step_and_nothing_else(
         weights = {
             n: p.clone() for n, p in backend._models["agent"].trainer.policy.adapter_parameters("train-agent").items()
         }
-        save = torch.save
 
         def full(*args: Any, **options: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(torch, "save", full)
-        with pytest.raises(CheckpointError, match="space"):
+        engine = next(iter(backend._bases.values())).engine
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="space"):
+            patch.setattr(trained, "write_state", full)
             await model.train(groups, FAST)
-        monkeypatch.setattr(torch, "save", save)
+        assert [ref.step for ref in engine.adapters()] == [1], "the adapter that could not be kept is not served"
         now = backend._models["agent"].trainer.policy.adapter_parameters("train-agent")
         assert all(torch.equal(weights[n], now[n]) for n in weights), "the trainer is back at the last complete step"
         assert await model.get_step() == 1 and list(model.history()["step"]) == [1]

@@ -219,9 +219,11 @@ def test_every_layer_is_recomputed_where_memory_is_short(policy: Policy, monkeyp
     assert policy.recomputed_layers(1000) == 0
     assert policy.recomputed_layers(10**9) == 3
     monkeypatch.setattr(module, "available_bytes", lambda device: 1 << 26)
-    small, *_, large = policy.pack_sizes()
+    budget = policy.activation_budget()
+    small, *_, large = policy.pack_sizes(budget)
     assert policy.recomputed_layers(small) == 0 and small < large
-    assert policy.pass_cost(small) == small and policy.pass_cost(10**9) > 1.3 * 10**9
+    assert policy.pass_cost(small, budget) == small and policy.pass_cost(10**9, budget) > 1.3 * 10**9
+    assert policy.pack_sizes(0) == [1024]
     with pytest.raises(ConfigError, match="gradient_checkpointing"):
         Policy.__init__(policy, None, LoraConfig(), gradient_checkpointing="automatic")  # type: ignore[arg-type]
 

@@ -422,7 +422,7 @@ CONFIG = b'{"peft_type": "LORA"}'
         (listed(("/etc/cron.d/x.json", CONFIG)), {}, "it is not fetched"),
         (listed(("a\\b.json", CONFIG)), {}, "it is not fetched"),
         (listed((".json", CONFIG)), {}, "it is not fetched"),
-        (listed(("optimizer.pt", CONFIG)), {}, "it is not fetched"),
+        (listed(("optimizer.safetensors", CONFIG)), {}, "it is not fetched"),
         (listed(("adapter_model.bin", CONFIG)), {}, "it is not fetched"),
         (listed(("adapter_config.json", CONFIG), size=1 << 40), {}, "it is not fetched"),
         (listed(("adapter_model.safetensors", SOUND), size=0), {}, "it is not fetched"),

@@ -181,7 +181,7 @@ def test_two_keys_in_one_request_are_none(serving: Serving) -> None:
         f"{MODEL}/checkpoints/1/files/..%5c..%5crun.json",
         f"{MODEL}/checkpoints/1/files/%2fetc%2fpasswd",
         f"{MODEL}/checkpoints/1/files/adapter_config.json%00.txt",
-        f"{MODEL}/checkpoints/1/files/optimizer.pt",
+        f"{MODEL}/checkpoints/1/files/optimizer.safetensors",
         f"{MODEL}/checkpoints/1/files/trainer_state.json",
         f"{MODEL}/checkpoints/1/files/",
         f"{MODEL}/checkpoints/9/files/adapter_config.json", f"{MODEL}/checkpoints/99999999999",
@@ -200,7 +200,7 @@ def test_a_pickle_is_never_sent(serving: Serving) -> None:
     status, listed = get(serving, f"{MODEL}/checkpoints/1")
     assert status == 200
     assert [file["name"] for file in listed["files"]] == ["adapter_config.json", "adapter_model.safetensors"]
-    answer = get(serving, f"{MODEL}/checkpoints/1/files/optimizer.pt")
+    answer = get(serving, f"{MODEL}/checkpoints/1/files/optimizer.safetensors")
     assert answer[0] == 404 and "it has: adapter_config.json, adapter_model.safetensors" in message(answer)
 
 

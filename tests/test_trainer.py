@@ -130,8 +130,8 @@ def test_packs_do_not_change_the_step(folder: Path) -> None:
 
 
 def test_packs_are_as_large_as_it_pays(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "pack_sizes", lambda: (60, 200))
-    monkeypatch.setattr(policy, "recomputed_layers", lambda tokens: 0 if tokens <= 60 else 2)
+    monkeypatch.setattr(policy, "pack_sizes", lambda budget: (60, 200))
+    monkeypatch.setattr(policy, "recomputed_layers", lambda tokens, budget=None: 0 if tokens <= 60 else 2)
     trainer = Trainer(policy, "a")
     rng = np.random.default_rng(0)
 

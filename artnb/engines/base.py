@@ -119,7 +119,10 @@ class Engine(Protocol):
         ...
 
     async def load_adapter(self, ref: AdapterRef, path: Path) -> None:
-        """Load a PEFT adapter folder under `ref`; requests that run go on undisturbed. Idempotent."""
+        """Load a PEFT adapter folder under `ref`; requests that run go on undisturbed.
+
+        Of one that is held already only the folder is noted: it has moved there.
+        """
         ...
 
     async def drop_adapter(self, ref: AdapterRef) -> None:

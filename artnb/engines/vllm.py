@@ -108,6 +108,8 @@ class VllmEngine:
     async def load_adapter(self, ref: AdapterRef, path: Path) -> None:
         def load() -> None:
             if ref in self._adapters:
+                with self._changed:
+                    self._adapters.moved(ref, path)
                 return
             request = lora_request(ref, next(self._count), path)
             try:

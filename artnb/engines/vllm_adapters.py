@@ -39,6 +39,10 @@ class Adapters:
     def add(self, ref: AdapterRef, request: Any) -> None:
         self._by_ref[ref] = Adapter(request)
 
+    def moved(self, ref: AdapterRef, path: Path) -> None:
+        """Its files are at `path` now: where vLLM would read them again, had it to make room for others meanwhile."""
+        self._by_ref[ref].request.lora_path = str(path)
+
     def use(self, ref: AdapterRef) -> Adapter:
         """Count one more user. Raises: AdapterNotFoundError."""
         adapter = self._by_ref.get(ref)

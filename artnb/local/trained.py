@@ -7,21 +7,21 @@ any instant leaves the last complete step, and on resume the history of later on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from ..backend import TrainResult
 from ..capture import Collector
 from ..config import LoraConfig, TrainConfig
+from ..durable import sync_file
 from ..engines.base import AdapterRef
 from ..errors import CheckpointError, ConfigError, TrainError
 from ..events import EVENTS
@@ -32,13 +32,14 @@ from ..tracking.history import History
 from ..tracking.summary import summarize
 from ..training.checkpoints import CheckpointStore
 from ..training.policy import Policy
+from ..training.state_file import read_state, write_state
 from ..training.trainer import Trainer
 from ..trajectories import TrajectoryGroup
 from .lockfile import FolderLock
 from .resident import Turn
 from .room import Room
 from .run_file import RUN_FILE
-from .worker import StepInterrupted, in_worker
+from .worker import StepInterrupted, in_worker, to_the_end
 
 if TYPE_CHECKING:
     from ..model import TrainableModel
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger("artnb")
-OPTIMIZER_FILE = "optimizer.pt"
+OPTIMIZER_FILE = "optimizer.safetensors"
 MISMATCHED_STEPS = 3
 """A run stops after so many steps in a row beyond `max_mismatch_kl`."""
 
@@ -130,7 +131,7 @@ class TrainedModel:
         policy.load_adapter(self.adapter, path)
         trainer = Trainer(policy, self.adapter, seed=self._seed)
         if (path / OPTIMIZER_FILE).exists():
-            trainer.load_state_dict(torch.load(path / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
+            trainer.load_state_dict(read_state(path / OPTIMIZER_FILE))
         return trainer
 
     async def detach(self) -> None:
@@ -187,17 +188,29 @@ class TrainedModel:
         async with self._turn:
             self.base = None
 
-    def _save(self, step: int, metrics: dict[str, float], *beside: Callable[[], None]) -> Path:
-        """Write checkpoint `step`, and do what is `beside` it at the same time; its rename comes after all of it."""
+    def _save(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        written: Callable[[Path], None] = lambda folder: None,
+        beside: Callable[[], None] = lambda: None,
+    ) -> Path:
+        """Write checkpoint `step`, and do what is `beside` it at the same time; its rename comes after all of it.
+
+        `written` is told the folder as soon as the adapter is in it: what follows takes longer than to serve that.
+        """
         trainer = self.trainer
         assert trainer is not None
 
+        def write_optimizer(folder: Path) -> None:
+            write_state(trainer.state_dict(), folder / OPTIMIZER_FILE)
+            sync_file(folder / OPTIMIZER_FILE)
+
         def write(folder: Path) -> None:
-            with ThreadPoolExecutor(1 + len(beside)) as pool:
-                others = [pool.submit(work) for work in beside]
-                others.append(pool.submit(lambda: torch.save(trainer.state_dict(), folder / OPTIMIZER_FILE)))
-                trainer.policy.save_adapter(trainer.adapter, folder)
-                for other in others:
+            trainer.policy.save_adapter(trainer.adapter, folder)
+            written(folder)
+            with ThreadPoolExecutor(2) as pool:
+                for other in [pool.submit(write_optimizer, folder), pool.submit(beside)]:
                     other.result()
 
         state: dict[str, Any] = {"metrics": metrics, "model": self.name, "base_model": self.base_model}
@@ -233,42 +246,60 @@ class TrainedModel:
         self.history.truncate_after(self.step)
 
     async def commit(self, result: TrainResult, groups: list[TrajectoryGroup], split: str) -> TrainResult:
-        """Keep the step: history, then checkpoint, then serve the new adapter and let the old one go.
+        """Keep the step: history and checkpoint, and meanwhile wake the engine, serve the new adapter and probe it.
 
-        The engine wakes meanwhile. When anything fails, the trainer is back at the last complete step.
+        The step counts when its checkpoint is there. When anything else than the probe fails, the trainer and the
+        engine are back at the last complete step.
         """
         base = self.served()
+        ref = AdapterRef(self.name, result.step)
         result.metrics["trained"] = float(result.trained)
         result.metrics |= self._measure(base)
         logged = {**summarize(groups), **result.metrics}
-        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+        written: asyncio.Future[Path] = loop.create_future()
 
         def log() -> None:
             self.history.log_trajectories(result.step, split, groups, replace=True)
             self.history.log_metrics(result.step, split, logged)
 
+        def tell(folder: Path) -> None:
+            loop.call_soon_threadsafe(written.set_result, folder)
+
+        took: dict[str, float] = {}
+        failed: Exception | None = None
+        saving = asyncio.ensure_future(asyncio.to_thread(self._save, result.step, result.metrics, tell, log))
         try:
-            with Progress(1, None, phase="save"):
-                result.checkpoint_path = await asyncio.to_thread(self._save, result.step, result.metrics, log)
-            kept = {"seconds_save": time.monotonic() - started} | await base.room.awake()
+            with Progress(1, None, phase="save"), _timed("save", took):
+                await asyncio.wait([written, saving], return_when=asyncio.FIRST_COMPLETED)
+                folder = written.result() if written.done() else await saving
+            took |= await base.room.awake()
+            with Progress(1, None, phase="swap"), _timed("swap", took):
+                await base.engine.load_adapter(ref, folder)
+            if base.probe is not None and result.trained:
+                try:
+                    with _timed("probe", took):
+                        took |= await base.probe.check(self, ref)
+                except Exception as error:  # the step is kept, and its caller told
+                    failed = error
+            with Progress(1, None, phase="save"), _timed("save", took):
+                result.checkpoint_path = await asyncio.shield(saving)
         except BaseException:
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                await to_the_end(saving)
             await base.room.settle()
+            await base.engine.drop_adapter(ref)
             await asyncio.to_thread(self.undo)
             raise
-        started = time.monotonic()
-        swap = Progress(1, None, phase="swap")
-        await base.engine.load_adapter(AdapterRef(self.name, result.step), result.checkpoint_path)
-        before, self.step = self.step, result.step
-        await base.engine.drop_adapter(AdapterRef(self.name, before))
-        swapped = {"seconds_swap": time.monotonic() - started} | kept
-        swap.close()
-        if base.probe is not None and result.trained:
-            started = time.monotonic()
-            swapped |= await base.probe.check(self, AdapterRef(self.name, result.step))
-            swapped["seconds_probe"] = time.monotonic() - started
-        result.metrics |= swapped
+        with Progress(1, None, phase="swap"), _timed("swap", took):
+            await base.engine.load_adapter(ref, result.checkpoint_path)  # where its files are now
+            before, self.step = self.step, result.step
+            await base.engine.drop_adapter(AdapterRef(self.name, before))
+        if failed is not None:
+            raise failed
+        result.metrics |= took
         try:
-            await asyncio.to_thread(self.history.log_metrics, result.step, split, swapped)
+            await asyncio.to_thread(self.history.log_metrics, result.step, split, took)
         except CheckpointError as error:  # the step is complete and served: these numbers are not worth failing it
             logger.warning("what the swap of step %d took is not in the history: %s", result.step, error)
         for group in groups:
@@ -298,3 +329,13 @@ class TrainedModel:
         if seconds > 0.0:
             metrics["sampling_tokens_per_second"] = tokens / seconds
         return metrics
+
+
+@contextlib.contextmanager
+def _timed(phase: str, took: dict[str, float]) -> Iterator[None]:
+    """Add the block's seconds to what the phase took."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        took[f"seconds_{phase}"] = took.get(f"seconds_{phase}", 0.0) + time.monotonic() - began

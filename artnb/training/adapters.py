@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from ..config import LoraConfig
 from ..errors import CheckpointError, ConfigError, ModelError, nearest
 from .base_model import BaseModel
-from .lora_forward import PlainLoraLinear, use_plain_lora
+from .lora_forward import PlainLoraLinear, round_added, use_plain_lora
 
 _PLACEHOLDER = "placeholder"
 """PEFT cannot wrap a model without an adapter; this one has rank 1 and is never used."""
@@ -45,6 +45,7 @@ class Adapters:
         self._weights: dict[str, dict[str, torch.nn.Parameter]] = {}  # of each adapter, by name in the model
         self._active: tuple[str | None, bool] = (None, False)  # adapter, trained?
         self._depth = 0
+        self._rounded = False  # whether the layers hold rounded copies of the active adapter's weights
         placeholder = self._peft_config(LoraConfig(r=1, alpha=1.0, target_modules=lora.target_modules))
         with _kept_rng(base.device), warnings.catch_warnings():
             # peft 0.21 asks transformers 5.24 by a deprecated name; goes when peft asks by the new one.
@@ -184,6 +185,19 @@ class Adapters:
                     self._activate(*before)
                 elif train:
                     self._activate(name if name in self._keys else None, False)
+                if not self._depth:
+                    self.round(False)
+
+    def round(self, rounded: bool, *, static: bool = False) -> None:
+        """Give the active adapter's weights to the layers in the model's dtype, as they are now, for one pass with
+        gradients; or let each pass round them itself again. See lora_forward.py."""
+        if self._rounded:
+            for layer in self._layers:
+                if isinstance(layer, PlainLoraLinear):
+                    layer.activate()
+        self._rounded = rounded
+        if rounded:
+            round_added(self._layers, self._base.dtype, static=static)
 
     def _activate(self, name: str | None, train: bool) -> None:
         if self._active == (name, train):

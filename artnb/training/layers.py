@@ -1,13 +1,14 @@
 """How the decoder's layers run in passes with gradients: compiled on a GPU, and some of them computed again backward.
 
 Each layer's forward pass is compiled by itself, so that all layers of a model share one compilation, of any length of
-pack. Compiled, a layer launches fewer kernels and keeps about half of the activations: what only follows from others
-by cheap operations is computed again (https://docs.pytorch.org/docs/stable/torch.compiler.html; figures in LOG.md).
-Passes without gradients run as they are.
+pack. Compiled, a layer launches fewer kernels and keeps a fifth of the activations: the backward pass computes its MLP
+again, less the last product, and what follows from the rest by cheap operations
+(https://docs.pytorch.org/docs/stable/torch.compiler.html; figures in LOG.md). Passes without gradients run as they are.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +27,16 @@ logger = logging.getLogger("artnb")
 class LayerPasses:
     """The layers' forward passes are replaced when this is made, and are what they were outside `training`.
 
-    `bytes_per_token`: what one layer's pass was seen to keep for the backward pass; None where that is not known.
+    `recompute_mlp`: compiled layers keep no activations of their MLPs. `bytes_per_token`: what one layer's pass was
+    seen to keep for the backward pass; None where that is not known.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Module], device: torch.device, *, compiled: bool) -> None:
-        self.compiled = compiled
+    def __init__(
+        self, layers: Sequence[torch.nn.Module], device: torch.device, *, compiled: bool, recompute_mlp: bool = True
+    ) -> None:
+        self.compiled = False
+        self._recompute_mlp = recompute_mlp
+        self._mlps = [m for layer in layers if isinstance(m := getattr(layer, "mlp", None), torch.nn.Module)]
         self.bytes_per_token: int | None = None
         self._device = device
         self._recomputed: int | None = None  # None outside `training`
@@ -38,9 +44,15 @@ class LayerPasses:
         self._count = len(layers)
         for index, layer in enumerate(layers):
             layer.forward = _LayerForward(self, index, layer.forward)
+        if compiled:
+            self.compile()
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def recomputes_mlps(self) -> bool:
+        return self.compiled and self._recompute_mlp
 
     @contextmanager
     def training(self, recomputed: int) -> Iterator[None]:
@@ -48,10 +60,16 @@ class LayerPasses:
         before, self._recomputed = self._recomputed, recomputed
         self._trim = Trimmer(self._device)
         try:
-            with _kept_share() if self.compiled else nullcontext():
+            with _cheap_again() if self.compiled else nullcontext():
                 yield
         finally:
             self._recomputed = before
+
+    def compile(self) -> None:
+        """Compile the layers where they next run with gradients."""
+        self.compiled = True
+        for mlp in self._mlps if self._recompute_mlp else []:
+            mlp.__class__ = _computed_again(mlp.__class__)
 
     def give_up_compiling(self, error: Exception) -> None:
         """Run the layers as they are from now on, and say why."""
@@ -71,7 +89,7 @@ class LayerPasses:
                 hidden = hidden.detach().requires_grad_()
         if index < self._recomputed:
             return self._recompute(partial(forward, **kwargs), hidden, *args)
-        if index + 1 == self._count and self._device.type == "cuda":
+        if self.bytes_per_token is None and index + 1 == self._count and self._device.type == "cuda":
             return self._measure(partial(forward, **kwargs), hidden, *args)
         return forward(hidden, *args, **kwargs)
 
@@ -105,12 +123,31 @@ def start_workers(*, wait: bool) -> None:
     getattr(AsyncCompile, "wait_pool_ready" if wait else "use_process_pool", lambda: None)()
 
 
-def _kept_share() -> AbstractContextManager[None]:
-    """What is compiled in this block keeps 7/10 of the activations: all that need a matrix product to be had again."""
+@functools.cache
+def _computed_again(kind: Any) -> type:
+    """A module's class whose backward pass, when compiled, computes the module again. One class for all of a kind."""
+
+    def forward(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def plain(hidden: torch.Tensor) -> Any:
+            return kind.forward(self, hidden, *args, **kwargs)
+
+        if not torch.compiler.is_compiling():
+            return plain(hidden)
+        return checkpoint(plain, hidden, use_reentrant=False, preserve_rng_state=False)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _cheap_again() -> AbstractContextManager[None]:
+    """What is compiled in this block keeps nothing that can be had again from the rest without a matrix product."""
     import torch._functorch.config as compiler
 
-    share: AbstractContextManager[None] = compiler.patch(activation_memory_budget=0.7)
-    return share
+    patched: AbstractContextManager[None] = compiler.patch(
+        ban_recompute_used_far_apart=False,
+        ban_recompute_long_fusible_chains=False,
+        ban_recompute_materialized_backward=False,
+    )
+    return patched
 
 
 def compile_options() -> dict[str, Any]:

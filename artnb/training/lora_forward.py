@@ -3,11 +3,13 @@
 PEFT's own makes two more tensors of the output's size and, for a 16-bit base, a 32-bit copy of the input; on a GPU,
 where these are bound by memory traffic, that costs as much as half of the base layer itself. The same sums, the same
 weights: y = base(x) + s · (x Aᵀ) Bᵀ (Hu et al. 2021, https://arxiv.org/abs/2106.09685). A and B stay fp32 and are
-rounded to the input's dtype for the products, as vLLM does when it serves them.
+rounded to the input's dtype for the products, as vLLM does when it serves them: for a training pass all at once, since
+hundreds of small kernels would take longer to launch than to run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,6 +45,26 @@ class _AddLora(torch.autograd.Function):  # type: ignore[misc]  # torch is untyp
         return grads[0], grad_x, grad_a, grad_b, None
 
 
+class _Round(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    """Tensors to the same in another dtype, and their gradients back, in a few kernels for all."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.dtype = weights[0].dtype
+        return _converted(weights, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return None, *_converted(grads, ctx.dtype)
+
+
+def _converted(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    given = list(tensors)
+    made = [torch.empty_like(tensor, dtype=dtype) for tensor in given]
+    torch._foreach_copy_(made, given)
+    return tuple(made)
+
+
 class PlainLoraLinear(LoraLinear):
     """PEFT's LoRA layer over a linear one, with this forward pass. PEFT knows such layers by "Linear" in their names.
 
@@ -73,6 +95,23 @@ class PlainLoraLinear(LoraLinear):
             return y + ((x @ a.to(x.dtype).t()) * scale) @ b.to(x.dtype).t()
         added: torch.Tensor = _AddLora.apply(y, x, a, b, scale)
         return added
+
+
+def round_added(layers: Iterable[Any], dtype: torch.dtype, *, static: bool) -> None:
+    """Let the layers add their A and B in `dtype`, with gradients to the weights themselves, until `activate`.
+
+    `static`: a layer that is compiled takes their shapes for granted, as it does of parameters.
+    """
+    adding = [(layer, layer.added) for layer in layers if isinstance(layer, PlainLoraLinear) and layer.added]
+    weights = [weight for _, (a, b, _) in adding for weight in (a, b)]
+    if not weights or weights[0].dtype == dtype:
+        return
+    rounded = _Round.apply(dtype, *weights)
+    if static:
+        for weight in rounded:
+            torch._dynamo.mark_static(weight)
+    for (layer, (_, _, scale)), a, b in zip(adding, rounded[::2], rounded[1::2], strict=True):
+        layer.added = (a, b, scale)
 
 
 def use_plain_lora(layer: Any) -> None:

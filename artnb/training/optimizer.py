@@ -33,6 +33,7 @@ class AdapterOptimizer:
         self._adamw: torch.optim.AdamW | None = None
         self.scale = _FIRST_SCALE if policy.dtype == torch.float16 else 1.0
         self._good = 0
+        self._updates = 0  # counted here, too: AdamW's own count is on the device, and reading it waits for all before
 
     def _bound(self) -> torch.optim.AdamW:
         """The optimizer over the adapter's weights of this moment: loading may have put new tensors in their place."""
@@ -73,6 +74,7 @@ class AdapterOptimizer:
             for group in adamw.param_groups:
                 group["lr"], group["weight_decay"] = learning_rate, weight_decay
             adamw.step()
+            self._updates += 1
         adamw.zero_grad(set_to_none=True)
         if self._policy.dtype == torch.float16:
             self._rescale(finite)
@@ -94,7 +96,7 @@ class AdapterOptimizer:
         adamw = self._bound()
         state: dict[str, Any] = {"names": list(self._names), "scale": self.scale, "good": self._good, "updates": 0.0}
         if adamw.state:
-            state["updates"] = float(adamw.state[self._parameters[0]]["step"])
+            state["updates"] = float(self._updates)
             for moment in MOMENTS:
                 state[moment] = self._flat([adamw.state[p][moment] for p in self._parameters], device)
         return state
@@ -114,7 +116,8 @@ class AdapterOptimizer:
                 f"{len(self._names)} of adapter {self._adapter!r}: it was made with another LoraConfig or base model"
             )
         adamw.state.clear()
-        if state["updates"]:
+        self._updates = int(state["updates"])
+        if self._updates:
             parts = [self._parts(state[moment]) for moment in MOMENTS]
             for parameter, *moments in zip(self._parameters, *parts, strict=True):
                 held = {moment: part.clone() for moment, part in zip(MOMENTS, moments, strict=True)}

@@ -36,10 +36,13 @@ from .types import Pack, Row
 CPU_ACTIVATION_BYTES = 2 << 30
 """On CPU a step keeps at most this much of activations (or half of what is free): the machine is also the user's."""
 GPU_ACTIVATION_BYTES = 1 << 30
-"""On a GPU a step keeps at most this much, or half as much as the base model's weights take where that is more (or 6/10
-of what is free). With twenty times as much a step takes up to 4/10 less time: `activation_gib` is for who has it."""
-GPU_PASS_TOKENS = 3072
-"""What launching a pass's kernels costs beside computing them, in tokens (28 layers on an H200: 0.06 s)."""
+"""On a GPU a pass takes at most this much, or 3/4 as much as the base model's weights where that is more (or 6/10 of
+what is free)."""
+GPU_LAUNCHES = 140e9
+"""Weights × tokens that a GPU gets done while the host launches one layer's kernels, forward and backward (on an H200
+2 ms). A pass over fewer tokens takes no less time: the GPU waits for the host."""
+LARGEST_PASS = 32768
+"""Tokens."""
 COMPILED_FROM = 500_000_000
 """Weights from which on compiling the layers (a minute, once) is worth it by itself."""
 LOGITS_BYTES = 128 << 20
@@ -91,9 +94,16 @@ class Policy:
         modules = list(self._decoder.modules())
         self._windows = {getattr(m, "sliding_window", None) for m in [self._text_config, *modules]} | {None}
         self._activation_bytes = None if activation_gib is None else int(activation_gib * 2**30)
-        self._weight_bytes: int = sum(p.nbytes for n, p in base.model.named_parameters() if "lora_" not in n)
+        held = [p for n, p in base.model.named_parameters() if "lora_" not in n]
+        self._weights: int = sum(p.numel() for p in held)
+        self._weight_bytes: int = sum(p.nbytes for p in held)
         self._cold = True
-        self._layers = LayerPasses(layers, base.device, compiled=self._compiles(compile_layers, modules))
+        self._layers = LayerPasses(
+            layers,
+            base.device,
+            compiled=self._compiles(compile_layers, modules),
+            recompute_mlp=gradient_checkpointing is not False,
+        )
         if self._layers.compiled:
             start_workers(wait=False)
         self._check()
@@ -167,6 +177,7 @@ class Policy:
         )
         layers = self._layers.training(self.recomputed_layers(len(ids_S))) if grad else nullcontext()
         with self.using(adapter, train=grad), torch.set_grad_enabled(grad), layers:
+            self._adapters.round(grad, static=self._layers.compiled)
             output = self._decoder(**flat_inputs(ids_S, place_S, attend))
             return gather_logprobs(
                 self._head,
@@ -212,42 +223,51 @@ class Policy:
             return FlexTreeAttend(pack.segments, self.device, self._windows)
         return TreeAttend(pack.segments, self.device)
 
-    def recomputed_layers(self, tokens: int) -> int:
-        """How many layers' activations a pass with gradients over so many tokens computes again, not keeps."""
+    def recomputed_layers(self, tokens: int, budget: int | None = None) -> int:
+        """How many layers' activations a pass with gradients over so many tokens computes again, not keeps.
+
+        `budget`: what `activation_budget` said, for who asks often.
+        """
+        layers = len(self._layers)
         if self.gradient_checkpointing != "auto":
-            return len(self._layers) if self.gradient_checkpointing else 0
-        layer, budget = max(1, tokens * self._layer_bytes()), self._activation_budget()
-        if layer * len(self._layers) <= budget:
+            return layers if self.gradient_checkpointing else 0
+        budget = self.activation_budget() if budget is None else budget
+        layer, one_input = max(1, tokens * self._layer_bytes()), tokens * self._input_bytes() // max(1, layers)
+        budget -= tokens * self._work_bytes()
+        if layer * layers <= budget:
             return 0
         # A recomputed layer keeps its input, and one of them at a time has all its activations.
-        kept = max(0, budget - tokens * self._input_bytes() - layer) // layer
-        return max(0, len(self._layers) - kept)
+        kept = max(0, budget - layers * one_input - layer) // max(1, layer - one_input)
+        return max(0, layers - kept)
 
-    def pack_sizes(self) -> list[int]:
-        """Distinct tokens of one pass with gradients that are worth a try: from no layer recomputed to all.
+    def pack_sizes(self, budget: int) -> list[int]:
+        """Distinct tokens of one pass with gradients that are worth a try: up to what fits with all layers recomputed.
 
-        Powers of two, so that a little more or less free memory does not change the packs from run to run.
+        Powers of two and what lies halfway, so that a little more or less free memory does not change the packs from
+        run to run.
         """
-        budget, layer = self._activation_budget(), self._layer_bytes()
-        kept, recomputed = budget // (layer * len(self._layers)), budget // (self._input_bytes() + layer)
-        small, large = (min(max(fits, 1024), 32768).bit_length() - 1 for fits in (kept, recomputed))
-        return [1 << bits for bits in range(small, large + 1)]
+        fits = budget // (self._input_bytes() + self._layer_bytes() + self._work_bytes())
+        sizes = [part << bits for bits in range(9, 15) for part in (2, 3)]
+        return [size for size in sizes if size <= min(fits, LARGEST_PASS)] or sizes[:1]
 
-    def pass_cost(self, tokens: int) -> float:
+    def pass_cost(self, tokens: int, budget: int) -> float:
         """What a pass with gradients over so many tokens costs, in tokens computed forward and backward.
 
         Recomputing a layer is one forward pass more, a third of forward and backward together.
         """
-        launches = GPU_PASS_TOKENS if self.device.type == "cuda" else 0
-        return launches + tokens * (1.0 + self.recomputed_layers(tokens) / max(1, len(self._layers)) / 3.0)
+        launches = 0.0
+        if self.device.type == "cuda":
+            launches = GPU_LAUNCHES * len(self._layers) / max(1, self._weights)
+        return max(launches, tokens) * (1.0 + self.recomputed_layers(tokens, budget) / max(1, len(self._layers)) / 3.0)
 
-    def _activation_budget(self) -> int:
+    def activation_budget(self) -> int:
+        """Bytes that a pass with gradients may take now, beyond weights and gradients."""
         free = available_bytes(self.device)
         if self._activation_bytes is not None:
             return min(self._activation_bytes, free)
         if self.device.type == "cpu":
             return min(CPU_ACTIVATION_BYTES, free // 2)
-        return min(max(GPU_ACTIVATION_BYTES, self._weight_bytes // 2), free * 6 // 10)
+        return min(max(GPU_ACTIVATION_BYTES, self._weight_bytes * 3 // 4), free * 6 // 10)
 
     def _compiles(self, asked: bool | str, modules: Sequence[torch.nn.Module]) -> bool:
         packed = any(isinstance(m, PackedLinear) for m in modules)
@@ -281,6 +301,11 @@ class Policy:
         kv = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
         inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
         return int((6 * config.hidden_size + 3 * queries + 2 * kv + 4 * inner) * item)
+
+    def _work_bytes(self) -> int:
+        """Bytes per token that the backward pass of an MLP takes which is computed again: its products, and theirs."""
+        inner = getattr(self._text_config, "intermediate_size", 4 * self._text_config.hidden_size)
+        return 6 * inner * self.dtype.itemsize if self._layers.recomputes_mlps else 0
 
     def _check(self) -> None:
         """Compare a small tree with the model's ordinary forward pass.

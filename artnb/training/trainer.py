@@ -27,6 +27,7 @@ from .pack import build_packs
 from .policy import Policy
 from .types import Pack, Row, RowBatch
 
+NEARLY = 1.03
 OnProgress = Callable[..., None]
 """Called as `on_progress(0, total=packs)`, as `on_progress(1)` after each pack, with the loss of the one before it if
 there is one, and as `on_progress(0, loss=...)` after each update. What it raises ends the step."""
@@ -142,7 +143,7 @@ class Trainer:
         return self._run(work, learning_rate, on_progress)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer and random state, not the weights; `torch.load(..., weights_only=True)` reads it back."""
+        """Optimizer and random state, not the weights; state_file.py writes it and reads it back."""
         return {
             "optimizer": self._optimizer.state_dict(),
             "generator": self._generator.get_state(),
@@ -233,9 +234,12 @@ class Trainer:
 
     def _place(self, rows: Sequence[Row], max_tokens: int | None) -> list[_Placed]:
         device = self.policy.device
-        # Large packs share more, small ones keep their activations: whichever computes less.
-        sizes = [max_tokens] if max_tokens else self.policy.pack_sizes()
-        packs = min((build_packs(rows, size) for size in sizes), key=self._cost)
+        # Large packs share more, small ones take less memory and keep their activations. Of those that are nearly as
+        # fast as the fastest, the smallest.
+        budget = self.policy.activation_budget()
+        tried = [build_packs(rows, size) for size in ([max_tokens] if max_tokens else self.policy.pack_sizes(budget))]
+        costs = [sum(self.policy.pass_cost(len(p.token_ids_S), budget) for p in packs) for packs in tried]
+        packs = next(packs for packs, cost in zip(tried, costs, strict=True) if cost <= NEARLY * min(costs))
         return [
             _Placed(
                 pack,
@@ -247,9 +251,6 @@ class Trainer:
             )
             for pack in packs
         ]
-
-    def _cost(self, packs: list[Pack]) -> float:
-        return sum(self.policy.pass_cost(len(pack.token_ids_S)) for pack in packs)
 
     def _logprobs(
         self, placed: _Placed, adapter: str | None, *, grad: bool = False, entropy: bool = False, tracked: bool = False
