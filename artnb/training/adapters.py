@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from ..config import LoraConfig
 from ..errors import CheckpointError, ConfigError, ModelError, nearest
 from .base_model import BaseModel
-from .lora_forward import PlainLoraLinear, round_added, use_plain_lora
+from .lora_forward import PlainLoraLinear, RoundedAdapter, use_plain_lora
 
 _PLACEHOLDER = "placeholder"
 """PEFT cannot wrap a model without an adapter; this one has rank 1 and is never used."""
@@ -45,7 +45,9 @@ class Adapters:
         self._weights: dict[str, dict[str, torch.nn.Parameter]] = {}  # of each adapter, by name in the model
         self._active: tuple[str | None, bool] = (None, False)  # adapter, trained?
         self._depth = 0
-        self._rounded = False  # whether the layers hold rounded copies of the active adapter's weights
+        self._rounded: RoundedAdapter | None = None
+        self._rounded_of: object = None  # the weights that it is of
+        self._rounding = False  # whether passes use it
         placeholder = self._peft_config(LoraConfig(r=1, alpha=1.0, target_modules=lora.target_modules))
         with _kept_rng(base.device), warnings.catch_warnings():
             # peft 0.21 asks transformers 5.24 by a deprecated name; goes when peft asks by the new one.
@@ -156,7 +158,8 @@ class Adapters:
             key = self._keys.pop(name, None)
             if key is None:
                 return
-            del self._weights[name]
+            if self._rounded_of is self._weights.pop(name):
+                self._rounded, self._rounded_of = None, None
             before, self._active = self._active, (None, False)
             self._switch(None)
             self.model.delete_adapter(key)
@@ -186,18 +189,26 @@ class Adapters:
                 elif train:
                     self._activate(name if name in self._keys else None, False)
                 if not self._depth:
-                    self.round(False)
+                    self.unround()
 
-    def round(self, rounded: bool, *, static: bool = False) -> None:
-        """Give the active adapter's weights to the layers in the model's dtype, as they are now, for one pass with
-        gradients; or let each pass round them itself again. See lora_forward.py."""
-        if self._rounded:
-            for layer in self._layers:
-                if isinstance(layer, PlainLoraLinear):
-                    layer.activate()
-        self._rounded = rounded
-        if rounded:
-            round_added(self._layers, self._base.dtype, static=static)
+    def round(self, *, static: bool = False) -> None:
+        """Passes use the active adapter's weights in the model's dtype, as they are now. See lora_forward.py."""
+        name, _ = self._active
+        if name is None or self._base.dtype == torch.float32:
+            return
+        if self._rounded_of is not self._weights[name]:
+            self.unround()
+            self._rounded, self._rounded_of = None, self._weights[name]
+        if self._rounded is None:
+            self._rounded = RoundedAdapter(self._layers, self._base.dtype, static=static)
+        self._rounded.use()
+        self._rounding = True
+
+    def unround(self) -> None:
+        """Each pass rounds the weights itself again."""
+        if self._rounding and self._rounded is not None:
+            self._rounded.release()
+        self._rounding = False
 
     def _activate(self, name: str | None, train: bool) -> None:
         if self._active == (name, train):
@@ -220,6 +231,7 @@ class Adapters:
         PEFT without them fails the tests of `use`.
         """
         active = [_PLACEHOLDER if name is None else self._keys[name]]
+        self._rounding = False
         for layer in self._layers:
             layer._disable_adapters = name is None
             layer._active_adapter = active

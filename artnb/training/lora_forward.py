@@ -45,34 +45,33 @@ class _AddLora(torch.autograd.Function):  # type: ignore[misc]  # torch is untyp
         return grads[0], grad_x, grad_a, grad_b, None
 
 
-class _Round(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Tensors to the same in another dtype, and their gradients back, in a few kernels for all."""
+class _Refresh(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    """copies ← factors · weights, in place; gradients of the copies go to the weights. A few kernels for all."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.dtype = weights[0].dtype
-        return _converted(weights, dtype)
+    def forward(ctx: Any, factors: list[float], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        copies, weights = tensors[: len(factors)], tensors[len(factors) :]
+        ctx.factors, ctx.dtype = factors, weights[0].dtype
+        torch._foreach_copy_(copies, torch._foreach_mul(weights, factors))
+        ctx.mark_dirty(*copies)
+        return copies
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, *_converted(grads, ctx.dtype)
-
-
-def _converted(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    given = list(tensors)
-    made = [torch.empty_like(tensor, dtype=dtype) for tensor in given]
-    torch._foreach_copy_(made, given)
-    return tuple(made)
+        made = [torch.empty_like(grad, dtype=ctx.dtype) for grad in grads]
+        torch._foreach_copy_(made, grads)
+        torch._foreach_mul_(made, ctx.factors)
+        return (None, *(None for _ in grads), *made)
 
 
 class PlainLoraLinear(LoraLinear):
     """PEFT's LoRA layer over a linear one, with this forward pass. PEFT knows such layers by "Linear" in their names.
 
-    `added` is what its forward pass adds: A, B and the scale of the active adapter. They are not looked up by the
-    adapter's name, because a compiled pass would be compiled again for each name.
+    `added` is what its forward pass adds: A, B and the scale of the active adapter (None where B is scaled already).
+    They are not looked up by the adapter's name, because a compiled pass would be compiled again for each name.
     """
 
-    added: tuple[torch.Tensor, torch.Tensor, float] | None = None
+    added: tuple[torch.Tensor, torch.Tensor, float | None] | None = None
 
     def activate(self) -> None:
         """Take up PEFT's active adapter; one of another kind than plain LoRA stays with PEFT's own forward pass."""
@@ -92,26 +91,44 @@ class PlainLoraLinear(LoraLinear):
         a, b, scale = self.added
         y = self.base_layer(x)
         if torch.compiler.is_compiling():  # which fuses the sum with what follows it
-            return y + ((x @ a.to(x.dtype).t()) * scale) @ b.to(x.dtype).t()
-        added: torch.Tensor = _AddLora.apply(y, x, a, b, scale)
+            down = x @ a.to(x.dtype).t()
+            return y + (down if scale is None else down * scale) @ b.to(x.dtype).t()
+        added: torch.Tensor = _AddLora.apply(y, x, a, b, 1.0 if scale is None else scale)
         return added
 
 
-def round_added(layers: Iterable[Any], dtype: torch.dtype, *, static: bool) -> None:
-    """Let the layers add their A and B in `dtype`, with gradients to the weights themselves, until `activate`.
+class RoundedAdapter:
+    """Copies of the active adapter's weights in the model's dtype, for passes with gradients through `layers`.
 
-    `static`: a layer that is compiled takes their shapes for granted, as it does of parameters.
+    `static`: layers that are compiled take the copies' shapes for granted, as they do of parameters.
     """
-    adding = [(layer, layer.added) for layer in layers if isinstance(layer, PlainLoraLinear) and layer.added]
-    weights = [weight for _, (a, b, _) in adding for weight in (a, b)]
-    if not weights or weights[0].dtype == dtype:
-        return
-    rounded = _Round.apply(dtype, *weights)
-    if static:
-        for weight in rounded:
-            torch._dynamo.mark_static(weight)
-    for (layer, (_, _, scale)), a, b in zip(adding, rounded[::2], rounded[1::2], strict=True):
-        layer.added = (a, b, scale)
+
+    def __init__(self, layers: Iterable[Any], dtype: torch.dtype, *, static: bool) -> None:
+        adding = [(layer, layer.added) for layer in layers if isinstance(layer, PlainLoraLinear) and layer.added]
+        self._layers = [layer for layer, _ in adding]
+        self._plain = [added for _, added in adding]
+        self._weights = [weight for a, b, _ in self._plain for weight in (a, b)]
+        self._factors = [factor for *_, scale in self._plain for factor in (1.0, 1.0 if scale is None else scale)]
+        self._copies = [torch.empty_like(weight, dtype=dtype) for weight in self._weights]
+        for copy in self._copies if static else []:
+            torch._dynamo.mark_static(copy)
+        self._rounded = list(zip(self._copies[::2], self._copies[1::2], [None] * len(adding), strict=True))
+
+    def use(self) -> None:
+        """Give the layers the weights as they are now, until `release`; their gradients go to the weights."""
+        for copy in self._copies:
+            copy.detach_()
+        if self._copies:
+            _Refresh.apply(self._factors, *self._copies, *self._weights)
+        self._give(self._rounded)
+
+    def release(self) -> None:
+        """Give the layers the weights themselves again."""
+        self._give(self._plain)
+
+    def _give(self, added: Iterable[Any]) -> None:
+        for layer, one in zip(self._layers, added, strict=True):
+            layer.__dict__["added"] = one  # torch's own __setattr__ takes longer than all else here
 
 
 def use_plain_lora(layer: Any) -> None:

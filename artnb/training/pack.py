@@ -6,7 +6,7 @@ system prompt. Needs numpy only. Does not decide which rows train, and does not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -119,6 +119,29 @@ def build_packs(rows: Sequence[Row], max_tokens: int) -> list[Pack]:
     Raises: ValueError for max_tokens < 1, or for a row whose first token counts as sampled: nothing
     comes before it that could predict it.
     """
+    return [_pack(forest, rows) for forest in _deal(rows, max_tokens)]
+
+
+def cheapest_packs(
+    rows: Sequence[Row], sizes: Sequence[int], cost: Callable[[int], float], nearly: float = 1.03
+) -> list[Pack]:
+    """`build_packs` for that of the `sizes` (ascending) by which all passes together cost least.
+
+    `cost`: of a pass over so many distinct tokens. Of sizes that cost `nearly` as little the smallest is taken: small
+    packs need less memory.
+    """
+    tried: list[tuple[float, list[_Forest]]] = []
+    for size in sizes:
+        forests = _deal(rows, size)
+        tried.append((sum(cost(forest.size) for forest in forests), forests))
+        if len(forests) <= 1:  # and so with all larger ones
+            break
+    least = min(total for total, _ in tried)
+    return [_pack(forest, rows) for forest in next(forests for total, forests in tried if total <= nearly * least)]
+
+
+def _deal(rows: Sequence[Row], max_tokens: int) -> list[_Forest]:
+    """The rows' trees, one forest for each pack."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
     for index, row in enumerate(rows):
@@ -138,7 +161,7 @@ def build_packs(rows: Sequence[Row], max_tokens: int) -> list[Pack]:
             if forests[-1].rows and forests[-1].size + len(ids_S) - forests[-1].shared(ids_S) > max_tokens:
                 forests.append(_Forest())
             forests[-1].insert(index, ids_S)
-    return [_pack(forest, rows) for forest in forests if forest.rows]
+    return [forest for forest in forests if forest.rows]
 
 
 def _fits(forest: _Forest, group: list[int], rows: Sequence[Row], trial: _Forest, max_tokens: int) -> bool:

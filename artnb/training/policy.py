@@ -36,11 +36,10 @@ from .types import Pack, Row
 CPU_ACTIVATION_BYTES = 2 << 30
 """On CPU a step keeps at most this much of activations (or half of what is free): the machine is also the user's."""
 GPU_ACTIVATION_BYTES = 1 << 30
-"""On a GPU a pass takes at most this much, or 3/4 as much as the base model's weights where that is more (or 6/10 of
-what is free)."""
-GPU_LAUNCHES = 140e9
-"""Weights × tokens that a GPU gets done while the host launches one layer's kernels, forward and backward (on an H200
-2 ms). A pass over fewer tokens takes no less time: the GPU waits for the host."""
+"""On a GPU a pass may always take this much, where as much is free."""
+GPU_LAUNCHES = 260e9
+"""Weights × tokens that a GPU gets done while the host launches one layer's kernels, forward and backward (beside an
+H200 3 to 4 ms). A pass over fewer tokens takes no less time: the GPU waits for the host."""
 LARGEST_PASS = 32768
 """Tokens."""
 COMPILED_FROM = 500_000_000
@@ -94,9 +93,7 @@ class Policy:
         modules = list(self._decoder.modules())
         self._windows = {getattr(m, "sliding_window", None) for m in [self._text_config, *modules]} | {None}
         self._activation_bytes = None if activation_gib is None else int(activation_gib * 2**30)
-        held = [p for n, p in base.model.named_parameters() if "lora_" not in n]
-        self._weights: int = sum(p.numel() for p in held)
-        self._weight_bytes: int = sum(p.nbytes for p in held)
+        self._weights: int = sum(p.numel() for n, p in base.model.named_parameters() if "lora_" not in n)
         self._cold = True
         self._layers = LayerPasses(
             layers,
@@ -163,21 +160,25 @@ class Policy:
         grad: bool = False,
         entropy_grad: bool = True,
         attend: PackAttend | None = None,
+        recomputed: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs of the pack's sampled tokens at their temperatures, and the entropy there: [R, T] fp32, in nats.
 
         0 outside `mask_RT`. `adapter=None` is the base. With `grad`, both (the entropy only with
         `entropy_grad`) carry gradients to the adapter's weights; call it, and backward, inside
         `using(adapter, train=True)`. Pass the same `attend` for every pass over a pack: it holds the masks.
+        `recomputed`: layers whose activations are not kept; None asks `recomputed_layers`.
         """
         attend = attend or self.attend(pack)
         padding = (0, attend.size - len(pack.token_ids_S))
         ids_S, place_S = (
             torch.from_numpy(np.pad(x_S, padding)).to(self.device) for x_S in (pack.token_ids_S, pack.position_ids_S)
         )
-        layers = self._layers.training(self.recomputed_layers(len(ids_S))) if grad else nullcontext()
+        layers: AbstractContextManager[None] = nullcontext()
+        if grad:
+            layers = self._layers.training(self.recomputed_layers(len(ids_S)) if recomputed is None else recomputed)
         with self.using(adapter, train=grad), torch.set_grad_enabled(grad), layers:
-            self._adapters.round(grad, static=self._layers.compiled)
+            self._adapters.round(static=self._layers.compiled) if grad else self._adapters.unround()
             output = self._decoder(**flat_inputs(ids_S, place_S, attend))
             return gather_logprobs(
                 self._head,
@@ -241,14 +242,17 @@ class Policy:
         return max(0, layers - kept)
 
     def pack_sizes(self, budget: int) -> list[int]:
-        """Distinct tokens of one pass with gradients that are worth a try: up to what fits with all layers recomputed.
+        """Distinct tokens of one pass with gradients that are worth a try: from no layer recomputed to all.
 
         Powers of two and what lies halfway, so that a little more or less free memory does not change the packs from
         run to run.
         """
-        fits = budget // (self._input_bytes() + self._layer_bytes() + self._work_bytes())
+        layer = self._layer_bytes()
+        kept = budget // (len(self._layers) * layer + self._work_bytes())
+        recomputed = min(budget // (self._input_bytes() + layer + self._work_bytes()), LARGEST_PASS)
         sizes = [part << bits for bits in range(9, 15) for part in (2, 3)]
-        return [size for size in sizes if size <= min(fits, LARGEST_PASS)] or sizes[:1]
+        least = max([size for size in sizes if size <= min(kept, recomputed)], default=sizes[0])
+        return [size for size in sizes if least <= size <= max(least, recomputed)][:4]
 
     def pass_cost(self, tokens: int, budget: int) -> float:
         """What a pass with gradients over so many tokens costs, in tokens computed forward and backward.
@@ -260,14 +264,18 @@ class Policy:
             launches = GPU_LAUNCHES * len(self._layers) / max(1, self._weights)
         return max(launches, tokens) * (1.0 + self.recomputed_layers(tokens, budget) / max(1, len(self._layers)) / 3.0)
 
-    def activation_budget(self) -> int:
-        """Bytes that a pass with gradients may take now, beyond weights and gradients."""
+    def activation_budget(self, tokens: int = 0) -> int:
+        """Bytes that a pass with gradients may take now, beyond weights and gradients.
+
+        `tokens`: on a GPU as much as a pass over so many that recomputes every layer, where there is room.
+        """
         free = available_bytes(self.device)
         if self._activation_bytes is not None:
             return min(self._activation_bytes, free)
         if self.device.type == "cpu":
             return min(CPU_ACTIVATION_BYTES, free // 2)
-        return min(max(GPU_ACTIVATION_BYTES, self._weight_bytes * 3 // 4), free * 6 // 10)
+        wanted = tokens * (self._input_bytes() + self._plain_layer_bytes())
+        return min(max(GPU_ACTIVATION_BYTES, wanted), free * 6 // 10)
 
     def _compiles(self, asked: bool | str, modules: Sequence[torch.nn.Module]) -> bool:
         packed = any(isinstance(m, PackedLinear) for m in modules)
@@ -292,8 +300,10 @@ class Policy:
 
     def _layer_bytes(self) -> int:
         """Bytes that one layer keeps per token for its backward pass: as seen, or an estimate from its operations."""
-        if self._layers.bytes_per_token is not None:
-            return self._layers.bytes_per_token
+        seen = self._layers.bytes_per_token
+        return self._plain_layer_bytes() if seen is None else seen
+
+    def _plain_layer_bytes(self) -> int:
         config, item = self._text_config, self.dtype.itemsize
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

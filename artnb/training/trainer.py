@@ -23,11 +23,13 @@ from ..config import TrainConfig, TrainSFTConfig
 from ..errors import ArtnbError, NonFiniteGradientError, TrainError
 from .loss import LossOutput, StepTotals, Sums, add_sums, finish_metrics, policy_loss, sft_loss
 from .optimizer import AdapterOptimizer
-from .pack import build_packs
+from .pack import cheapest_packs
 from .policy import Policy
 from .types import Pack, Row, RowBatch
 
-NEARLY = 1.03
+ROWS_AT_ONCE = 32
+"""A pass takes no more memory than so many of the rows, padded to the longest, with every layer recomputed: what
+trainers take that compute row by row."""
 OnProgress = Callable[..., None]
 """Called as `on_progress(0, total=packs)`, as `on_progress(1)` after each pack, with the loss of the one before it if
 there is one, and as `on_progress(0, loss=...)` after each update. What it raises ends the step."""
@@ -47,10 +49,11 @@ class _Placed:
 
     pack: Pack
     rows: list[Row]  # those of the pack, in its order
-    attend: PackAttend
+    recomputed: int  # layers, in passes with gradients
     mask_RT: torch.Tensor
     advantage_R: torch.Tensor
     sampler_RT: torch.Tensor
+    attend: PackAttend | None = None  # made for the first pass: on a GPU while the pack before is computed
     old_RT: torch.Tensor | None = None
     ref_RT: torch.Tensor | None = None
     before_RT: torch.Tensor | None = None  # log-probs before the step
@@ -234,17 +237,15 @@ class Trainer:
 
     def _place(self, rows: Sequence[Row], max_tokens: int | None) -> list[_Placed]:
         device = self.policy.device
-        # Large packs share more, small ones take less memory and keep their activations. Of those that are nearly as
-        # fast as the fastest, the smallest.
-        budget = self.policy.activation_budget()
-        tried = [build_packs(rows, size) for size in ([max_tokens] if max_tokens else self.policy.pack_sizes(budget))]
-        costs = [sum(self.policy.pass_cost(len(p.token_ids_S), budget) for p in packs) for packs in tried]
-        packs = next(packs for packs, cost in zip(tried, costs, strict=True) if cost <= NEARLY * min(costs))
+        policy, longest = self.policy, max(map(len, rows), default=0)
+        budget = policy.activation_budget(min(len(rows), ROWS_AT_ONCE) * longest)
+        sizes = [max_tokens] if max_tokens else policy.pack_sizes(budget)
+        packs = cheapest_packs(rows, sizes, lambda tokens: policy.pass_cost(tokens, budget))
         return [
             _Placed(
                 pack,
                 [rows[index] for index in pack.rows],
-                self.policy.attend(pack),
+                policy.recomputed_layers(len(pack.token_ids_S), budget),
                 torch.from_numpy(pack.mask_RT).to(device),
                 torch.from_numpy(pack.advantage_R).to(device),
                 torch.from_numpy(pack.sampler_logp_RT).to(device),
@@ -255,8 +256,15 @@ class Trainer:
     def _logprobs(
         self, placed: _Placed, adapter: str | None, *, grad: bool = False, entropy: bool = False, tracked: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        placed.attend = placed.attend or self.policy.attend(placed.pack)
         return self.policy.token_logprobs(
-            placed.pack, adapter=adapter, entropy=entropy, entropy_grad=tracked, grad=grad, attend=placed.attend
+            placed.pack,
+            adapter=adapter,
+            entropy=entropy,
+            entropy_grad=tracked,
+            grad=grad,
+            attend=placed.attend,
+            recomputed=placed.recomputed,
         )
 
     def _old_logprobs(self, run: _Progress, later: list[list[_Placed]]) -> None:

@@ -59,7 +59,12 @@ async def learn(backend: art.LocalBackend, name: str, seed: int, rate: float, ar
         groups = await art.gather_trajectory_groups(
             (
                 art.TrajectoryGroup(
-                    game.rollout(model, scenario, seed=(scenario.seed * args.group_size + i) % 2**24)
+                    game.rollout(
+                        model,
+                        scenario,
+                        seed=(scenario.seed * args.group_size + i) % 2**24,
+                        temperature=args.temperature,
+                    )
                     for i in range(args.group_size)
                 )
                 for scenario in game.scenarios(args.groups, first_seed=first)
@@ -117,6 +122,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, nargs="+", default=[3e-4], help="several are tried in turn")
     parser.add_argument("--schedule", choices=("constant", "linear", "cosine"), default="linear")
     parser.add_argument("--entropy-coef", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the rollouts in training; held out: 1")
     parser.add_argument("--held-out", type=int, default=256, help="games of an evaluation")
     parser.add_argument("--quick", action="store_true", help="2 steps of 2 groups of 4, 8 held-out games")
     parser.add_argument("--sleep", choices=("always", "auto", "never"), default="auto")
