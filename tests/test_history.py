@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import math
 import os
@@ -16,11 +17,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from openai.types.chat.chat_completion import Choice
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 
 from artnb import durable
 from artnb.errors import CheckpointError, ConfigError
 from artnb.tracking.history import History
+from artnb.tracking.records import to_line, trajectory_line, trajectory_record
 from artnb.trajectories import ExceptionRecord, StopReason, Trajectory, TrajectoryGroup
 from artnb.trajectories import History as Conversation
 
@@ -240,6 +242,7 @@ LIMITED = """
 import resource, sys
 from artnb.errors import CheckpointError
 from artnb.tracking.history import History
+from artnb.tracking.records import to_line, trajectory_line, trajectory_record
 history = History(sys.argv[1])
 history.log_metrics(0, "train", {"reward": 1.0})
 limit = history.metrics_file.stat().st_size + 50
@@ -336,6 +339,18 @@ def nasty_groups() -> list[TrajectoryGroup]:
         TrajectoryGroup([]),
         TrajectoryGroup([trajectory(-1.0)], metadata={"scenario": "b"}),
     ]
+
+
+def test_a_line_is_that_of_its_record() -> None:
+    plain = [choice("half a \ud83d"), choice('an inner " and null'), choice("finite")]
+    plain[2].logprobs = ChoiceLogprobs.model_validate(
+        {"content": [{"token": "a", "logprob": math.nan, "bytes": [97], "top_logprobs": []}]}
+    )
+    known = [t for group in nasty_groups() for t in group.trajectories]
+    for one in [*known, *(Trajectory(messages_and_choices=[c, c]) for c in plain)]:
+        told = [to_line(trajectory_record(one, 1, 2)), trajectory_line(one, 1, 2)]
+        assert len({json.dumps(json.loads(line)) for line in told}) == 1
+    assert b"NaN" in told[1]
 
 
 def test_groups_come_back_exactly(history: History) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,7 @@ def test_every_pass_sees_the_weights_as_they_are(folder: Path) -> None:
         logprobs(policy, grad=True)
     shift(policy, 5)
     seen.append(logprobs(policy, grad=False))
-    for before, after in zip(seen, seen[1:], strict=False):
+    for before, after in itertools.pairwise(seen):
         assert float((before - after).abs().max()) > 0.2
     layers = [m for m in policy.base.modules() if isinstance(m, PlainLoraLinear)]
     assert layers and all(isinstance(layer.added[0], torch.nn.Parameter) for layer in layers if layer.added)

@@ -76,10 +76,10 @@ def pool_bytes() -> int:
 def check_room(needed: int) -> None:
     """vLLM maps its cache piece by piece, and one that fails half-way cannot be tried again.
 
-    Raises: EngineError when `needed` bytes are not free.
+    What the trainer has freed goes back to the card: torch would keep it for the next step. Raises: EngineError when
+    `needed` bytes are not free.
     """
-    if _free() < needed + WAKE_MARGIN_BYTES:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     if _free() < needed + WAKE_MARGIN_BYTES:
         collect()  # takes a tenth of a second where there are many objects, so only now
     free = _free()

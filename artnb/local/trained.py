@@ -258,8 +258,10 @@ class TrainedModel:
         logged = {**summarize(groups), **result.metrics}
         loop = asyncio.get_running_loop()
         written: asyncio.Future[Path] = loop.create_future()
+        served = threading.Event()
 
         def log() -> None:
+            served.wait()  # writing text keeps Python busy, and whoever samples waits for the engine
             self.history.log_trajectories(result.step, split, groups, replace=True)
             self.history.log_metrics(result.step, split, logged)
 
@@ -282,9 +284,11 @@ class TrainedModel:
                         took |= await base.probe.check(self, ref)
                 except Exception as error:  # the step is kept, and its caller told
                     failed = error
+            served.set()
             with Progress(1, None, phase="save"), _timed("save", took):
                 result.checkpoint_path = await asyncio.shield(saving)
         except BaseException:
+            served.set()
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 await to_the_end(saving)
             await base.room.settle()

@@ -21,7 +21,7 @@ from ..durable import TEMPORARY, append_lines, free_space, is_full, read_lines, 
 from ..errors import CheckpointError, ConfigError
 from ..trajectories import Trajectory, TrajectoryGroup
 from .frames import metrics_frame, metrics_long_frame, trajectory_frame
-from .records import VERSION, from_line, group_record, to_group, to_line, to_trajectory, trajectory_record
+from .records import VERSION, from_line, group_record, to_group, to_line, to_trajectory, trajectory_line
 from .stored import StoredStep
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def _is_later(line: bytes, step: int) -> bool:
 def _group_lines(group: TrajectoryGroup, index: int) -> Iterator[bytes]:
     yield to_line(group_record(group, index))
     for number, trajectory in enumerate(group.trajectories):
-        yield to_line(trajectory_record(trajectory, index, number))
+        yield trajectory_line(trajectory, index, number)
 
 
 def _chain(first: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:

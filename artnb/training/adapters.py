@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
 
 from ..config import LoraConfig
 from ..errors import CheckpointError, ConfigError, ModelError, nearest
@@ -143,9 +145,9 @@ class Adapters:
         with self.lock:
             # As PEFT names them in a file: without the adapter's own name. Its function for this walks all modules.
             held = {n.replace(f".{key}.", "."): w.detach() for n, w in self._weights[name].items()}
-            flat = torch.cat([w.reshape(-1) for w in held.values()]).to("cpu", torch.float32)
-            pieces = flat.split([w.numel() for w in held.values()])
-            weights = {n: piece.view(w.shape).clone() for (n, w), piece in zip(held.items(), pieces, strict=True)}
+            flat = torch.cat([w.reshape(-1) for w in held.values()]).to("cpu", torch.float32).numpy()
+            pieces = np.split(flat, np.cumsum([w.numel() for w in held.values()])[:-1])
+            weights = {n: piece.reshape(tuple(w.shape)) for (n, w), piece in zip(held.items(), pieces, strict=True)}
             config = copy.copy(self.model.peft_config[key])
             config.inference_mode = True
             config.base_model_name_or_path = self._base.name

@@ -29,7 +29,7 @@ def keep_trainer_logprobs(groups: Sequence[TrajectoryGroup], rows: Sequence[Row]
     for g, group in enumerate(groups):
         for index, trajectory in enumerate(group.trajectories):
             known = parts.get((g, index))
-            values = [] if known is None else [round(float(value), DIGITS) for value in np.concatenate(known)]
+            values = [] if known is None else np.round(np.concatenate(known).astype(np.float64), DIGITS).tolist()
             start = 0
             for choice in trajectory.choices():
                 extra = choice.model_extra or {}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, cpu_options, machine, say, table
+from phases import show_mismatch
 
 import artnb as art
 
@@ -82,6 +83,7 @@ async def learn(backend: art.LocalBackend, name: str, seed: int, rate: float, ar
                 f"{result.metrics.get('mismatch_ratio', float('nan')):.4f}, {time.perf_counter() - began:.1f} s"
             )
     seconds = time.perf_counter() - began
+    show_mismatch(groups, result.metrics, args.steps)
     after = await game.evaluate(model, held_out, seed=seed, desc=None)
     print(f"  curve: {' '.join(f'{reward:+.2f}' for reward in curve)}", flush=True)
     pairs = [f"{before[key]:.2f} → {after[key]:.2f}" for key in SHOWN[name]]
