@@ -1,7 +1,9 @@
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from artnb.training.pack import build_packs
+from artnb.training.pack import build_packs, cheapest_packs
 from artnb.training.types import Pack, Row
 
 
@@ -134,3 +136,16 @@ def test_nothing_and_rows_without_targets() -> None:
     assert build_packs([], 10) == []
     (pack,) = build_packs([make_row([1, 2, 3], []), make_row([], [])], 10)
     assert pack.rows == [0] and pack.mask_RT.shape == (1, 0)
+
+
+def test_the_cheapest_packs_are_taken_and_of_nearly_equal_ones_the_smallest() -> None:
+    rows = [make_row(list(range(100 * g, 100 * g + 40)), [20], group=g) for g in range(8)]
+
+    def sizes(cost: Callable[[int], float]) -> list[int]:
+        return [len(pack.token_ids_S) for pack in cheapest_packs(rows, (40, 80, 160, 320, 640), cost)]
+
+    assert sizes(lambda tokens: tokens) == [40] * 8  # all the same
+    assert sizes(lambda tokens: max(tokens, 100)) == [160] * 2  # a pass costs as much as 100 tokens
+    assert sizes(lambda tokens: tokens + 2) == [80] * 4  # nearly the least
+    assert sizes(lambda tokens: 1.0) == [320]
+    assert cheapest_packs([], (40, 80), lambda tokens: tokens) == []

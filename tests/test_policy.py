@@ -228,6 +228,27 @@ def test_every_layer_is_recomputed_where_memory_is_short(policy: Policy, monkeyp
         Policy.__init__(policy, None, LoraConfig(), gradient_checkpointing="automatic")  # type: ignore[arg-type]
 
 
+def test_a_gpu_pass_takes_what_padded_rows_would_or_its_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from artnb.training import policy as module
+
+    gib = 2**30
+    monkeypatch.setattr(module, "available_bytes", lambda device: 100 * gib)
+    frugal = load_policy(folder, lora=LoraConfig(r=4), device="cpu")
+    frugal.device = torch.device("cuda")  # nothing is computed here
+    token = frugal._input_bytes() + frugal._plain_layer_bytes()
+    assert frugal.activation_budget() == gib
+    assert frugal.activation_budget(2 * gib // token) == pytest.approx(2 * gib, rel=0.01)
+    assert frugal.activation_budget(200 * gib // token) == 60 * gib
+    frugal._spare_share = 0.25
+    assert frugal.activation_budget() == 25 * gib
+    frugal._activation_bytes = 3 * gib
+    assert frugal.activation_budget(2 * gib // token) == 3 * gib
+
+    # A pass over few tokens costs as much as launching it.
+    cost = [frugal.pass_cost(tokens, 60 * gib) for tokens in (1024, 2048, 10**9)]
+    assert cost[0] == cost[1] > 2048 and cost[2] > 10**9
+
+
 def test_logits_exist_for_a_chunk_of_positions_only(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = branching_rows(2)
     (pack,) = build_packs(rows, 10_000)

@@ -88,8 +88,8 @@ class LocalBackend:
             gpu_memory_utilization: share of the card for vLLM, its weights included; None: planned.
             enforce_eager: vLLM without CUDA graphs: it starts sooner and samples more slowly.
             engine_options: further engine arguments by vLLM's own names.
-            activation_gib: what a training step may keep for its backward pass, in GiB; None: little (half of what the
-                weights take, on a GPU), because it computes the rest again. With more it takes up to 4/10 less time.
+            activation_gib: what a training pass may take for activations, in GiB; None, on a GPU: a quarter of what is
+                free, or what 32 of the step's rows would take, padded, with every layer recomputed.
             compile_layers: compile the model's layers for training, which takes about a minute once and makes steps up
                 to twice as fast; "auto": on a GPU from Ampere on, for models of 0.5B weights and more.
             max_probe_difference: nats a token by which vLLM's and the trainer's log-probs of a fixed answer may differ

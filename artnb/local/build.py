@@ -42,6 +42,8 @@ FOR_VLLM: dict[str, object] = {
     "engine_options": {},
 }
 """Options that the embedded engine cannot honour, with their defaults."""
+SPARE_SHARE = 0.25
+"""Of the card's free memory a training pass may take so much: the card is the backend's, and large packs are faster."""
 
 
 def load_base(
@@ -81,6 +83,7 @@ def _embedded(
             dtype=backend.dtype,
             context_length=backend.context_length,
             activation_gib=backend.activation_gib,
+            spare_share=SPARE_SHARE,
             compile_layers=backend.compile_layers,
         )
     engine = TransformersEngine(
@@ -142,6 +145,7 @@ def _with_vllm(
             dtype=dtype,
             context_length=context,
             activation_gib=backend.activation_gib,
+            spare_share=SPARE_SHARE,
             compile_layers=backend.compile_layers,
             weights=(lambda shapes: shared_weights(engine.module, shapes, getattr(torch, dtype))) if shares else None,
         )

@@ -53,9 +53,11 @@ class Policy:
     """A base model with adapters. Made by `load_policy`.
 
     `gradient_checkpointing`: True recomputes every layer's activations in the backward pass, False none;
-    "auto" recomputes as many layers as the memory for activations asks for: `activation_gib` GiB, by default what
-    the module's constants say. `compile_layers`: see layers.py; "auto" compiles those of larger models on an Ampere GPU
-    or a newer one. `chunk`: positions whose logits exist at a time; None is 256, and more on a GPU.
+    "auto" recomputes as many layers as the memory for activations asks for (`activation_gib` GiB, by default what
+    `activation_budget` says), and the MLPs of compiled ones always. `spare_share`: of a GPU's free memory, which passes
+    may take where they would be content with less. `compile_layers`: see layers.py; "auto" compiles those of larger
+    models on an Ampere GPU or a newer one. `chunk`: positions whose logits exist at a time; None is 256, and more on a
+    GPU.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Policy:
         *,
         gradient_checkpointing: bool | Literal["auto"] = "auto",
         activation_gib: float | None = None,
+        spare_share: float = 0.0,
         compile_layers: bool | Literal["auto"] = "auto",
         chunk: int | None = None,
     ) -> None:
@@ -94,6 +97,7 @@ class Policy:
         self._windows = {getattr(m, "sliding_window", None) for m in [self._text_config, *modules]} | {None}
         self._activation_bytes = None if activation_gib is None else int(activation_gib * 2**30)
         self._weights: int = sum(p.numel() for n, p in base.model.named_parameters() if "lora_" not in n)
+        self._spare_share = spare_share
         self._cold = True
         self._layers = LayerPasses(
             layers,
@@ -275,7 +279,7 @@ class Policy:
         if self.device.type == "cpu":
             return min(CPU_ACTIVATION_BYTES, free // 2)
         wanted = tokens * (self._input_bytes() + self._plain_layer_bytes())
-        return min(max(GPU_ACTIVATION_BYTES, wanted), free * 6 // 10)
+        return min(max(GPU_ACTIVATION_BYTES, wanted, int(free * self._spare_share)), free * 6 // 10)
 
     def _compiles(self, asked: bool | str, modules: Sequence[torch.nn.Module]) -> bool:
         packed = any(isinstance(m, PackedLinear) for m in modules)
@@ -352,6 +356,7 @@ def load_policy(
     context_length: int | None = None,
     gradient_checkpointing: bool | Literal["auto"] = "auto",
     activation_gib: float | None = None,
+    spare_share: float = 0.0,
     compile_layers: bool | Literal["auto"] = "auto",
     weights: Weights | None = None,
 ) -> Policy:
@@ -371,5 +376,6 @@ def load_policy(
         lora,
         gradient_checkpointing=gradient_checkpointing,
         activation_gib=activation_gib,
+        spare_share=spare_share,
         compile_layers=compile_layers,
     )

@@ -52,39 +52,30 @@ class Sampled(NamedTuple):
 
 @dataclass(slots=True)
 class OpenRow:
-    """A row that may still grow. `sampled`, `logprobs` and `temperatures` are as long as `token_ids`."""
+    """A row that may still grow. `spans`: where sampled tokens begin, their log-probs and their temperature."""
 
     token_ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    temperatures: list[float] = field(default_factory=list)
+    spans: list[tuple[int, Sequence[float], float]] = field(default_factory=list)
 
     def grows_into(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt begins with all of this row."""
         return len(prompt_ids) >= len(self.token_ids) and list(prompt_ids[: len(self.token_ids)]) == self.token_ids
 
     def add_context(self, token_ids: Sequence[int]) -> None:
-        n = len(token_ids)
         self.token_ids += token_ids
-        self.sampled += [False] * n
-        self.logprobs += [0.0] * n
-        self.temperatures += [1.0] * n
 
     def add_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], temperature: float) -> None:
-        n = len(token_ids)
+        self.spans.append((len(self.token_ids), logprobs, temperature))
         self.token_ids += token_ids
-        self.sampled += [True] * n
-        self.logprobs += logprobs
-        self.temperatures += [temperature] * n
 
     def close(self, **labels: Any) -> Row:
-        return Row(
-            token_ids=np.asarray(self.token_ids, np.int64),
-            sampled=np.asarray(self.sampled, np.bool_),
-            logprobs=np.asarray(self.logprobs, np.float32),
-            temperatures=np.asarray(self.temperatures, np.float32),
-            **labels,
-        )
+        n = len(self.token_ids)
+        sampled, logprobs, temperatures = np.zeros(n, np.bool_), np.zeros(n, np.float32), np.ones(n, np.float32)
+        for start, values, temperature in self.spans:
+            span = slice(start, start + len(values))
+            sampled[span], logprobs[span], temperatures[span] = True, values, temperature
+        token_ids = np.asarray(self.token_ids, np.int64)
+        return Row(token_ids=token_ids, sampled=sampled, logprobs=logprobs, temperatures=temperatures, **labels)
 
 
 def rows_from_trajectory(
@@ -141,7 +132,7 @@ def sampled_tokens(choice: Choice) -> Sampled | str:
     if len(content) != len(token_ids):
         return f"{len(token_ids)} token ids but {len(content)} log-probs; do not edit a choice's logprobs or token_ids"
     logprobs = [entry.logprob for entry in content]
-    for position, value in enumerate(logprobs):
+    for position, value in enumerate(logprobs if not math.isfinite(sum(logprobs)) else ()):
         if not math.isfinite(value):
             return f"log-prob {position} is {value}, not a number to train with; the engine that sampled it is at fault"
     temperature = extra.get("temperature")
