@@ -100,6 +100,22 @@ def test_all_layers_all_packs_and_all_adapters_share_one_compilation(policy: Pol
     assert len(traced) == first
 
 
+def test_rounded_adapters_share_it_too(traced: list[int], tmp_path: Path) -> None:
+    made = load_policy(make_model("qwen2", tmp_path), lora=LoraConfig(r=4), device="cpu", dtype="bfloat16")
+    add_adapter(made, "agent", seed=0)
+    plain_RT, plain = passed(made, 0)
+    compile_layers(made)
+    logp_RT, grads = passed(made, 0)
+    torch.testing.assert_close(logp_RT, plain_RT, rtol=0.05, atol=0.1)
+    for name, grad in grads.items():
+        assert float((grad - plain[name]).norm()) < 0.1 * float(plain[name].norm()) + 1e-3, name
+    first = len(traced)
+    passed(made, 1)
+    add_adapter(made, "other", seed=1)
+    passed(made, 0, "other")
+    assert len(traced) == first
+
+
 def test_recomputed_layers_give_the_same_compiled(policy: Policy, traced: list[int]) -> None:
     plain = passed(policy, 0)
     compile_layers(policy)

@@ -299,8 +299,6 @@ class TrainedModel:
             await base.engine.load_adapter(ref, result.checkpoint_path)  # where its files are now
             before, self.step = self.step, result.step
             await base.engine.drop_adapter(AdapterRef(self.name, before))
-        if failed is not None:
-            raise failed
         result.metrics |= took
         try:
             await asyncio.to_thread(self.history.log_metrics, result.step, split, took)
@@ -318,6 +316,8 @@ class TrainedModel:
             reasons=dict(result.reasons),
             notes=list(result.notes),
         )
+        if failed is not None:
+            raise failed
         return result
 
     def _measure(self, base: ServedBase) -> dict[str, float]:

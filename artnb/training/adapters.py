@@ -48,7 +48,7 @@ class Adapters:
         self._active: tuple[str | None, bool] = (None, False)  # adapter, trained?
         self._depth = 0
         self._rounded: RoundedAdapter | None = None
-        self._rounded_of: object = None  # the weights that it is of
+        self._rounded_of: tuple[object, bool] = (None, False)  # the weights that it is of; static?
         self._rounding = False  # whether passes use it
         placeholder = self._peft_config(LoraConfig(r=1, alpha=1.0, target_modules=lora.target_modules))
         with _kept_rng(base.device), warnings.catch_warnings():
@@ -160,8 +160,8 @@ class Adapters:
             key = self._keys.pop(name, None)
             if key is None:
                 return
-            if self._rounded_of is self._weights.pop(name):
-                self._rounded, self._rounded_of = None, None
+            if self._rounded_of[0] is self._weights.pop(name):
+                self._rounded, self._rounded_of = None, (None, False)
             before, self._active = self._active, (None, False)
             self._switch(None)
             self.model.delete_adapter(key)
@@ -198,10 +198,10 @@ class Adapters:
         name, _ = self._active
         if name is None or self._base.dtype == torch.float32:
             return
-        if self._rounded_of is not self._weights[name]:
+        of, static_before = self._rounded_of
+        if self._rounded is None or of is not self._weights[name] or static is not static_before:
             self.unround()
-            self._rounded, self._rounded_of = None, self._weights[name]
-        if self._rounded is None:
+            self._rounded_of = (self._weights[name], static)
             self._rounded = RoundedAdapter(self._layers, self._base.dtype, static=static)
         self._rounded.use()
         self._rounding = True

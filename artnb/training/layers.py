@@ -73,7 +73,7 @@ class LayerPasses:
 
     def give_up_compiling(self, error: Exception) -> None:
         """Run the layers as they are from now on, and say why."""
-        self.compiled = False
+        self.compiled, self.bytes_per_token = False, None
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         logger.warning(
             "the model's layers cannot be compiled here, so that training is slower and takes more memory: %s", reason
