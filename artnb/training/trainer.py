@@ -6,7 +6,6 @@ Does not make rows, write checkpoints, or sample.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import memory
+from .. import garbage, memory
 from ..attention import PackAttend
 from ..config import TrainConfig, TrainSFTConfig
 from ..errors import ArtnbError, NonFiniteGradientError, TrainError
@@ -221,7 +220,7 @@ class Trainer:
             if _out_of_memory(error):
                 # The traceback's frames hold the activations that did not fit; only the message is kept.
                 error.__traceback__ = None
-                gc.collect()
+                garbage.collect()
                 if self.policy.device.type == "cuda":
                     torch.cuda.empty_cache()
             raise failure from error
