@@ -224,6 +224,10 @@ def test_every_layer_is_recomputed_where_memory_is_short(policy: Policy, monkeyp
     assert policy.recomputed_layers(small) == 0 and small < large
     assert policy.pass_cost(small, budget) == small and policy.pass_cost(10**9, budget) > 1.3 * 10**9
     assert policy.pack_sizes(0) == [1024]
+    assert policy.pack_sizes(1 << 40) == [32768]
+    per_token = policy._input_bytes() + policy._layer_bytes()
+    sizes = policy.pack_sizes(20_000 * per_token)
+    assert sizes[-1] == 16384 and sizes[1] <= 1.5 * sizes[0] and sorted(set(sizes)) == sizes
     with pytest.raises(ConfigError, match="gradient_checkpointing"):
         Policy.__init__(policy, None, LoraConfig(), gradient_checkpointing="automatic")  # type: ignore[arg-type]
 

@@ -256,7 +256,9 @@ class Policy:
         recomputed = min(budget // (self._input_bytes() + layer + self._work_bytes()), LARGEST_PASS)
         sizes = [part << bits for bits in range(9, 15) for part in (2, 3)]
         least = max([size for size in sizes if size <= min(kept, recomputed)], default=sizes[0])
-        return [size for size in sizes if least <= size <= max(least, recomputed)][:4]
+        tried = [size for size in sizes if least <= size <= max(least, recomputed)]
+        # Larger ones only double: each is tried, and what they are for, a long prompt that many rows share, is rare.
+        return tried[:4] + [size for size in tried[4:] if size & (size - 1) == 0]
 
     def pass_cost(self, tokens: int, budget: int) -> float:
         """What a pass with gradients over so many tokens costs, in tokens computed forward and backward.
