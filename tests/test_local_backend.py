@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,27 @@ async def test_a_full_disk_fails_the_step_and_nothing_else(
         assert all(torch.equal(weights[n], now[n]) for n in weights), "the trainer is back at the last complete step"
         assert await model.get_step() == 1 and list(model.history()["step"]) == [1]
         assert (await model.train(groups, FAST)).step == 2
+
+
+async def test_more_models_are_kept_at_once_than_the_loop_has_threads(tiny_base: Path, tmp_path: Path) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    first, backend = make(tiny_base, tmp_path)
+    async with backend:
+        models = [first, *(art.TrainableModel(f"other{i}", "tests", tiny_base, lora=LORA) for i in range(3))]
+        for model in models:
+            await model.register(backend)
+        groups = [await even_groups(model, 0) for model in models]
+        base = next(iter(backend._bases.values()))
+        written, save = asyncio.Barrier(len(models)), base.engine.load_adapter
+
+        async def load(*args: Any) -> None:
+            if args[1].name.startswith("."):  # not yet renamed: everybody's is being written now
+                await asyncio.wait_for(written.wait(), 60)
+            await save(*args)
+
+        base.engine.load_adapter = load
+        done = await asyncio.gather(*(m.train(g, FAST) for m, g in zip(models, groups, strict=True)))
+    assert [result.step for result in done] == [1] * len(models)
 
 
 async def test_delete_checkpoints_keeps_the_best_and_the_newest(tiny_base: Path, tmp_path: Path) -> None:

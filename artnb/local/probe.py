@@ -47,7 +47,7 @@ class Probe:
 
     async def start(self) -> None:
         """Remember what both sides say of the base. Raises: TrainError when they differ already."""
-        answer = await self._ask(None, None)
+        answer = await self._answer(*await self._sample(None), None)
         self._judge("the base model", answer)
         self._first = answer
 
@@ -57,21 +57,19 @@ class Probe:
 
         Raises: TrainError that says which side is wrong.
         """
-        token_ids, sampler = await self._sample(None)
+        (token_ids, sampler), asked = await asyncio.gather(self._sample(None), self._sample(ref))
         moved = math.inf
         if self._first is not None and token_ids == self._first.token_ids:
             moved = float(np.abs(sampler - self._first.sampler).mean())
         if moved > self._limit:  # nearly equal tokens may change places: what the trainer says of them decides
-            trainer = await asyncio.to_thread(self._score, token_ids, None)
-            base = _Answer(token_ids, sampler, trainer)
+            base = await self._answer(token_ids, sampler, None)
             self._judge("the base model", base)
             moved = _difference(base)
-        adapter = await self._ask(ref, trained.adapter)
+        adapter = await self._answer(*asked, trained.adapter)
         self._judge(f"adapter {ref}", adapter, base_held=True)
         return {"probe_base": moved, "probe_adapter": _difference(adapter)}
 
-    async def _ask(self, ref: AdapterRef | None, adapter: str | None) -> _Answer:
-        token_ids, sampler = await self._sample(ref)
+    async def _answer(self, token_ids: list[int], sampler: np.ndarray, adapter: str | None) -> _Answer:
         return _Answer(token_ids, sampler, await asyncio.to_thread(self._score, token_ids, adapter))
 
     async def _sample(self, ref: AdapterRef | None) -> tuple[list[int], np.ndarray]:

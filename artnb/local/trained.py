@@ -272,7 +272,9 @@ class TrainedModel:
 
         took: dict[str, float] = {}
         failed: Exception | None = None
-        saving = asyncio.ensure_future(asyncio.to_thread(self._save, result.step, result.metrics, tell, log))
+        saver = ThreadPoolExecutor(1)  # its own: it waits for what needs a thread of the loop's
+        saving = loop.run_in_executor(saver, self._save, result.step, result.metrics, tell, log)
+        saver.shutdown(wait=False)
         try:
             with Progress(1, None, phase="save"), _timed("save", took):
                 await asyncio.wait([written, saving], return_when=asyncio.FIRST_COMPLETED)
