@@ -245,7 +245,11 @@ def _fit(request: Request, context: int) -> MemoryPlan | Shortage:
     workspace = batched * widest * item + running * shape.vocab * SAMPLER_BYTES + unpacked
     engine = weights + always["graphs"] + always["engine_adapters"] + workspace + LIBRARY_BYTES
 
-    step = always | {"gradients": 4 * adapter, "logits": 3 * 4 * (request.chunk or _chunk(shape.vocab)) * shape.vocab}
+    rounded = 2 * item * adapter  # the adapter in the dtype that is computed in, and its gradients
+    step = always | {
+        "gradients": 4 * adapter + rounded,
+        "logits": 3 * 4 * (request.chunk or _chunk(shape.vocab)) * shape.vocab,
+    }
     # Two copies, and level-1 sleep: the engine's own goes to the host's memory.
     resting = step if copies == 1 else step | {"weights": weights}
     token = shape.activation_bytes(item)
@@ -317,8 +321,8 @@ def _fit(request: Request, context: int) -> MemoryPlan | Shortage:
 
 
 def _chunk(vocab: int) -> int:
-    """Positions whose logits the trainer holds at a time on a GPU: 256 MiB of them, as `Policy` does."""
-    return 1 << (min(max((256 << 20) // (4 * vocab), 256), 8192).bit_length() - 1)
+    """Positions whose logits the trainer holds at a time on a GPU: 128 MiB of them, as `Policy` does."""
+    return 1 << (min(max((128 << 20) // (4 * vocab), 256), 8192).bit_length() - 1)
 
 
 def _weight_bytes(shape: ModelShape, precision: Precision, item: int) -> int:
