@@ -196,7 +196,7 @@ def test_a_wrong_path_is_a_404_that_says_what_there_is(serving: Serving, path: s
     assert message(answer)
 
 
-def test_a_pickle_is_never_sent(serving: Serving) -> None:
+def test_the_optimizers_state_is_not_sent(serving: Serving) -> None:
     status, listed = get(serving, f"{MODEL}/checkpoints/1")
     assert status == 200
     assert [file["name"] for file in listed["files"]] == ["adapter_config.json", "adapter_model.safetensors"]

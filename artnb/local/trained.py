@@ -31,7 +31,7 @@ from ..notebook.progress import Progress
 from ..tracking.follow import TRACKING
 from ..tracking.history import History
 from ..tracking.summary import summarize
-from ..training.checkpoints import CheckpointStore
+from ..training.checkpoints import OPTIMIZER_FILE, CheckpointStore
 from ..training.policy import Policy
 from ..training.state_file import read_state, write_state
 from ..training.trainer import Trainer
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger("artnb")
-OPTIMIZER_FILE = "optimizer.safetensors"
 MISMATCHED_STEPS = 3
 """A run stops after so many steps in a row beyond `max_mismatch_kl`."""
 

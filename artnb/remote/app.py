@@ -141,7 +141,7 @@ _BYTES = {"content": {"application/octet-stream": {"schema": {"type": "string", 
 
 @api.get("/models/{project}/{name}/checkpoints/{step}", responses=errors(404))
 async def checkpoint(project: NAME, name: NAME, step: StepPath, hub: TheHub) -> schema.Checkpoint:
-    """The files of a checkpoint that can be fetched; the optimizer's state, a pickle, is not among them."""
+    """The files of a checkpoint that can be fetched; the optimizer's state is not among them."""
     files = await asyncio.to_thread(_files, hub, project, name, step)
     listed = [schema.CheckpointFile(name=n, size=f["size"], sha256=f["sha256"]) for n, f in sorted(files.items())]
     return schema.Checkpoint(step=step, files=listed)

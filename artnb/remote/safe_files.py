@@ -10,14 +10,18 @@ import re
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..training.checkpoints import OPTIMIZER_FILE
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\.(safetensors|json)")
 _HEADER_LIMIT = 100 << 20
 
 
 def is_allowed(name: str) -> bool:
-    """Whether a file of this name may be sent or fetched: one folder's name, and no format that holds code."""
-    return _NAME.fullmatch(name) is not None and ".." not in name
+    """Whether a file of this name may be sent or fetched: one folder's name, and no format that holds code.
+
+    The optimizer's state stays where it is: it is twice as large as the adapter, and nobody else can go on with it.
+    """
+    return _NAME.fullmatch(name) is not None and ".." not in name and name != OPTIMIZER_FILE
 
 
 def check_safetensors(path: Path) -> None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MANIFEST = "trainer_state.json"
+OPTIMIZER_FILE = "optimizer.safetensors"  # the trainer's own, beside the adapter
 MARKER = "checkpoint"  # value of the manifest's "artnb" field
 FORMAT = 1
 OTHER_HOST_GRACE = 3600.0  # seconds without a change after which another machine's temporary folder counts as left over
