@@ -31,9 +31,10 @@ def heap_spared() -> Iterator[None]:
     global _blocks
     with _lock:
         _blocks += 1
-        if _blocks == 1 and gc.isenabled() and gc.get_freeze_count() == 0:
-            _freeze()
+        grown = _blocks == 1 and _freeze()
     try:
+        if grown:
+            collect()
         yield
     finally:
         with _lock:
@@ -44,23 +45,23 @@ def heap_spared() -> Iterator[None]:
 
 def collect() -> None:
     """A full collection, also of what is spared now."""
+    global _known
     with _lock:
-        spared = _ours
         _thaw()
-        gc.collect()
-        if spared:
-            _freeze()
+    gc.collect()  # without the lock: finalizers run in it, and may wait for whoever waits for the lock
+    with _lock:
+        if _blocks and _freeze():
+            _known = gc.get_freeze_count()
 
 
-def _freeze() -> None:
-    global _ours, _known
+def _freeze() -> bool:
+    """Returns whether the heap has grown enough to be looked through."""
+    global _ours
+    if not gc.isenabled() or gc.get_freeze_count():
+        return False
     gc.freeze()
-    if gc.get_freeze_count() > GROWTH * _known:
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-        _known = gc.get_freeze_count()
     _ours = True
+    return gc.get_freeze_count() > GROWTH * _known
 
 
 def _thaw() -> None:

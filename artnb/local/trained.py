@@ -280,7 +280,7 @@ class TrainedModel:
                 folder = written.result() if written.done() else await saving
             took |= await base.room.awake()
             with Progress(1, None, phase="swap"), _timed("swap", took):
-                await base.engine.load_adapter(ref, folder)
+                await to_the_end(base.engine.load_adapter(ref, folder))  # else it would come after its drop below
             if base.probe is not None and result.trained:
                 try:
                     with _timed("probe", took):
