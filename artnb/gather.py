@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeAlias, overload
 from openai.types.chat.chat_completion import Choice
 
 from .errors import RolloutError
-from .garbage import heap_spared
 from .limits import Slots
 from .notebook.meter import Meter
 from .notebook.progress import Progress
@@ -275,7 +274,7 @@ async def gather_trajectory_groups(
     except BaseException:
         close_all(sources)
         raise
-    with progress, heap_spared():
+    with progress:
         async with supervisor:
             return await run_groups(sources, supervisor, meter, after_each)
 
@@ -345,7 +344,7 @@ async def gather_trajectories(
     except BaseException:
         close_all(works)
         raise
-    with progress, heap_spared():
+    with progress:
         async with supervisor:
             supervisor.adopt(works)
             jobs = [

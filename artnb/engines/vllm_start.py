@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import sys
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import garbage
 from ..errors import ConfigError, EngineError
 from .vllm_options import VllmOptions, engine_args, engine_environment
 from .vllm_outputs import TokenOutputs
@@ -98,7 +98,7 @@ def _free() -> int:
 
 def collect() -> None:
     """Give back what only reference cycles hold, on the GPU too."""
-    garbage.collect()
+    gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

@@ -7,6 +7,7 @@ Does not load or train anything.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import Hashable
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import garbage
 from ..capture import CaptureRegistry
 from ..memory import give_back
 
@@ -69,7 +69,7 @@ class Resident:
         bases, self.bases = self.bases, {}
         await self._end(models, bases)
         del models, bases
-        garbage.collect()  # no frame holds them any more, but weights, engine and app refer to each other
+        gc.collect()  # no frame holds them any more, but weights, engine and app refer to each other
         give_back(torch.device("cpu"))
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

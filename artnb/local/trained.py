@@ -25,7 +25,6 @@ from ..durable import sync_file
 from ..engines.base import AdapterRef
 from ..errors import CheckpointError, ConfigError, TrainError
 from ..events import EVENTS
-from ..garbage import heap_spared
 from ..memory import held_bytes
 from ..notebook.progress import Progress
 from ..tracking.follow import TRACKING
@@ -156,8 +155,7 @@ class TrainedModel:
             if self._closing:
                 raise ConfigError(f"{self.name} is closed; register it with a new backend")
             self.served()
-            with heap_spared():
-                yield
+            yield
 
     async def in_worker(self, work: Callable[[threading.Event], T]) -> T:
         """Run `work(stop)` in a thread. When the caller is cancelled, set `stop`, wait for its end, then pass it on.

@@ -6,6 +6,7 @@ Does not make rows, write checkpoints, or sample.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import garbage, memory
+from .. import memory
 from ..attention import PackAttend
 from ..config import TrainConfig, TrainSFTConfig
 from ..errors import ArtnbError, NonFiniteGradientError, TrainError
@@ -220,7 +221,7 @@ class Trainer:
             if _out_of_memory(error):
                 # The traceback's frames hold the activations that did not fit; only the message is kept.
                 error.__traceback__ = None
-                garbage.collect()
+                gc.collect()
                 if self.policy.device.type == "cuda":
                     torch.cuda.empty_cache()
             raise failure from error
