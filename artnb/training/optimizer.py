@@ -46,6 +46,8 @@ class AdapterOptimizer:
         if self._adamw is None or not same:
             before = self._adamw.state if self._adamw and self._names == list(found) else {}
             held = [before.get(parameter) for parameter in self._parameters]
+            if not any(held):
+                self._updates = 0
             self._names, self._parameters = list(found), parameters
             fused = self._policy.device.type == "cuda"  # one kernel for hundreds of small weights
             self._adamw = torch.optim.AdamW(parameters, betas=(0.9, 0.999), eps=1e-8, fused=fused)

@@ -182,7 +182,10 @@ class Policy:
         if grad:
             layers = self._layers.training(self.recomputed_layers(len(ids_S)) if recomputed is None else recomputed)
         with self.using(adapter, train=grad), torch.set_grad_enabled(grad), layers:
-            self._adapters.round(static=self._layers.compiled) if grad else self._adapters.unround()
+            if grad:
+                self._adapters.round(static=self._layers.compiled)
+            else:
+                self._adapters.unround()
             output = self._decoder(**flat_inputs(ids_S, place_S, attend))
             return gather_logprobs(
                 self._head,
