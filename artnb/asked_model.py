@@ -71,7 +71,7 @@ class Model:
         self.run_name = run_name or name
         self.entity = entity
         self.config = config
-        self.base_path = Path(base_path)
+        self.base_path = Path(base_path).expanduser().absolute()
         self.report_metrics = check_report_metrics(report_metrics)
         self._run_config: dict[str, Any] = {}
         self._base_url = inference_base_url

@@ -235,6 +235,24 @@ async def test_cells_are_run_again(tiny_base: Path, tmp_path: Path) -> None:
         await art.TrainableModel(name="n", project="p", base_model=tiny_base).register(backend)
 
 
+async def test_a_cell_that_changes_the_working_folder_splits_no_run(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, backend = make(tiny_base, Path())
+    async with backend:
+        await model.register(backend)
+        await model.train(await even_groups(model, 0), FAST)
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir("other")
+        result = await model.train(await even_groups(model, 1), FAST)
+        assert list(model.history()["step"]) == [1, 2]
+        assert result.checkpoint_path is not None and (tmp_path / "art") in Path(result.checkpoint_path).parents
+        await greedy(model, "agent@1")  # an older checkpoint is found again, too
+    assert not list((tmp_path / "other").iterdir())
+    assert art.Model("asked", "tests", base_path="~/art").folder.is_relative_to(Path.home())
+
+
 async def test_register_without_await_and_synchronous_chat(tiny_base: Path, tmp_path: Path) -> None:
     model, backend = make(tiny_base, tmp_path)
     model.register(backend)  # as in a cell, without await

@@ -24,7 +24,7 @@ CONFIG_PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "warmup_steps": (0, 4, {}),
     "total_steps": (3, 4, {"lr_schedule": "cosine"}),
     "loss_type": ("dapo", "dr_grpo", {}),
-    "importance_sampling_level": ("token", "sequence", {"epsilon": 0.02}),
+    "importance_sampling_level": ("token", "sequence", {"epsilon": 0.02, "num_iterations": 3}),
     "epsilon": (0.2, 1e-3, {"num_iterations": 3}),
     "epsilon_high": (0.2, 1e-3, {"num_iterations": 3}),
     "delta": (None, 1.001, {"num_iterations": 3}),

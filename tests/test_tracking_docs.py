@@ -34,6 +34,7 @@ def test_the_page_runs(tiny_base: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "3 blocks of tracking.md ran" in done.stdout
     folder = tmp_path / ".art" / "tracking" / "models" / "agent-001"
+    assert len(run_folders(folder)) == 1, done.stderr
     (run,) = run_folders(folder)
     assert [row["training_step"] for row in rows(run)] == [1, 1, 2, 3]
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))

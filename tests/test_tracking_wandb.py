@@ -145,6 +145,20 @@ def test_without_a_key_nobody_is_asked_for_one(tmp_path: Path) -> None:
     assert "Paste" not in done.stderr and server.runs == {}
 
 
+async def test_a_relative_folder_is_of_this_process_and_not_of_wandbs_service(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service writes the files; started earlier, or by a parent process, it has another working folder."""
+    wandb.setup()
+    monkeypatch.chdir(tmp_path)
+    tracker = WandbTracker(mode="offline", directory="elsewhere")
+    async with art.LocalBackend(path="art", device="cpu", verbose=False) as backend:
+        model = art.TrainableModel("agent", "tests", tiny_base, lora=LORA, report_metrics=[tracker])
+        await model.register(backend)
+        await model.log(metrics={"solved": 1.0}, split="val")
+    assert len(run_folders(tmp_path / "elsewhere")) == 1
+
+
 def test_sessions_of_a_model_are_one_run_and_a_killed_one_is_made_up_for(tmp_path: Path) -> None:
     with WandbServer() as server:
         online = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}

@@ -126,7 +126,7 @@ class LocalBackend:
                 f"{me}: in_process=False is not offered: the trainer is in this process; "
                 "engine='vllm-process' puts the engine into another"
             )
-        self.path = Path(path)
+        self.path = Path(path).expanduser().absolute()  # now: a later cell may change the working folder
         self.device = device
         self.dtype = dtype
         self.engine = engine

@@ -81,8 +81,9 @@ class WandbTracker:
             state.values = {}  # ids are the project's: elsewhere it is another run, and gets the whole history
         run_id = self.id or state.values.get("id") or secrets.token_hex(4)
         state.update(id=run_id, project=project, entity=entity)
-        directory = self.directory or os.environ.get("WANDB_DIR") or run.folder
-        Path(directory).mkdir(parents=True, exist_ok=True)
+        # Absolute: W&B's service writes the files, and where a parent process started it, its folder is another.
+        directory = Path(self.directory or os.environ.get("WANDB_DIR") or run.folder).resolve()
+        directory.mkdir(parents=True, exist_ok=True)
         asked = self._mode()
         why = why_not_online(self._settings()) if asked == "online" else None
         mode: Mode = "offline" if why else asked

@@ -24,7 +24,7 @@ def code(art: Any) -> Any:
     @limit_concurrency(2)
     async def judge(text: str) -> float:
         await asyncio.sleep(0)
-        return sum(ch in "abc123" for ch in text) / (1 + len(text))
+        return sum(map(ord, text)) % 100 / 100  # of random text, too, no two are likely to be equal
 
     @art.retry(max_attempts=2, exceptions=(ConnectionError,))
     async def rollout(model: art.Model, scenario: dict[str, Any], seed: int) -> ProjectTrajectory:
