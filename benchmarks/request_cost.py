@@ -38,6 +38,7 @@ from artnb.engines.scripted import ScriptedAnswer, ScriptedEngine, ScriptedReque
 from artnb.serving.app import StaticResolver, create_app
 from artnb.serving.chat import ChatFormat
 from artnb.serving.transport import InProcessTransport, client_library
+from artnb.tracking.history import History
 
 KEY = "benchmark"
 NAME = "agent"
@@ -106,6 +107,9 @@ class ScriptedBackend:
 
     def api_key(self, model: art.TrainableModel) -> str:
         return KEY
+
+    def history(self, model: art.TrainableModel) -> History:
+        return History(model.folder)  # where nothing is written
 
 
 class Bench:

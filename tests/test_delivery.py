@@ -1,6 +1,7 @@
 """Tokens from an engine's thread to the loops that wait for them: who is woken, and what is never lost."""
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -65,6 +66,22 @@ async def test_a_loop_is_not_called_for_parts_of_whole_answers(monkeypatch):
     await engine.step((whole, chunk(3, "stop")))
     assert len(calls) == 2
     assert (await whole.get()).token_ids == [1, 2, 3] and (await streamed.get()).token_ids == [1]
+
+
+async def test_parts_of_whole_answers_leave_no_objects():
+    """Of 256 answers they would be 100,000, and the garbage collector walks through all there are."""
+    mailboxes, deliveries = [Mailbox(stream=False) for _ in range(50)], Deliveries()
+    gc.collect()
+    before = len(gc.get_objects())
+    for token in range(40):
+        for mailbox in mailboxes:
+            deliveries.add(mailbox, chunk(token))
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100
+    for mailbox in mailboxes:
+        deliveries.add(mailbox, chunk(40, "stop"))
+    assert not deliveries.send()
+    assert {(await mailbox.get()).token_ids == list(range(41)) for mailbox in mailboxes} == {True}
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import cast
 
 from .base import TokenChunk
 
@@ -18,7 +19,8 @@ class Mailbox:
     """What one request got, waiting for its consumer. Emptied in the consumer's loop, and filled there.
 
     Without `stream` nobody is woken for a part of an answer: parts are put in by the engine's thread, and what ends
-    the answer comes through the loop behind them.
+    the answer comes through the loop behind them. Of the parts only the numbers are kept: with an object for each token
+    of a few hundred answers Python's garbage collector would have more to do than everybody else.
     """
 
     def __init__(self, stream: bool = True) -> None:
@@ -26,23 +28,26 @@ class Mailbox:
         self.stream = stream
         self.cancelled = False  # set in the consumer's loop, read by the engine's thread
         self._events: deque[Event] = deque()
+        self._token_ids: list[int] = []  # of the parts that wait for the end
+        self._logprobs: list[float] = []
         self._arrived = asyncio.Event()
 
     def put(self, event: Event) -> None:
         self._events.append(event)
         self._arrived.set()
 
-    def keep(self, part: Event) -> None:
-        """Put a part in and wake nobody; from any thread."""
-        self._events.append(part)
+    def keep(self, part: TokenChunk) -> None:
+        """Put a part in and wake nobody; from any thread. It comes out with the next event."""
+        self._token_ids += part.token_ids
+        self._logprobs += part.logprobs
 
     async def get(self) -> TokenChunk:
         """All tokens that have arrived, as one chunk; or the request's error."""
         await self._arrived.wait()
-        event = self._events.popleft()
-        if isinstance(event, Exception):
-            raise event
-        token_ids, logprobs, reason = list(event.token_ids), list(event.logprobs), event.finish_reason
+        token_ids, logprobs, reason = self._token_ids, self._logprobs, None
+        self._token_ids, self._logprobs = [], []
+        if isinstance(error := self._events[0], Exception) and not token_ids:
+            raise error
         while self._events and isinstance(more := self._events[0], TokenChunk):
             self._events.popleft()
             token_ids += more.token_ids
@@ -62,7 +67,7 @@ class Deliveries:
     def add(self, mailbox: Mailbox, event: Event) -> None:
         part = isinstance(event, TokenChunk) and event.finish_reason is None
         if part and not mailbox.stream and not mailbox.loop.is_closed():  # a closed loop is found out in `send`
-            mailbox.keep(event)
+            mailbox.keep(cast(TokenChunk, event))
         else:
             self._by_loop.setdefault(mailbox.loop, []).append((mailbox, event))
 

@@ -18,6 +18,7 @@ from openai.types.chat.chat_completion import Choice
 from ..capture import ChoiceRecord
 from ..engines.base import Engine, SamplingParams
 from ..errors import AdapterNotFoundError, EngineClosedError, EngineError
+from ..token_logprobs import TextLogprobs
 from .chat import ChatFormat, Delta, ParsedMessage, accumulate
 from .protocol import ChatRequest
 from .resolver import Resolver, Served
@@ -87,7 +88,7 @@ class Answer:
         self._sent = 0  # tokens that went out in stream events
         self._taken = 0  # deltas that did
         self._began = False
-        self._json: str | None = None
+        self._json: tuple[str, str] | None = None
 
     async def sample(self) -> AsyncGenerator[None]:
         """Run the request in the engine; yields after each chunk that came in. Closing it cancels.
@@ -157,13 +158,16 @@ class Answer:
             extras["max_tokens_clamped"] = self._clamped
         return extras
 
-    def choice_json(self) -> str:
-        """The choice of a whole answer; made once, for the client and for capture."""
+    def choice_json(self) -> tuple[str, str]:
+        """The choice of a whole answer without its log-probs, and the array `logprobs.content`.
+
+        Made once, for the client and for capture.
+        """
         if self._json is None:
             self._json = self._make_choice_json()
         return self._json
 
-    def _make_choice_json(self) -> str:
+    def _make_choice_json(self) -> tuple[str, str]:
         parsed = self.message()
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content is not None:
@@ -179,8 +183,7 @@ class Answer:
         }
         if self.cut_by_client:
             choice["cut_by_client"] = True
-        content = self._service.tokens.content(self.token_ids, self.logprobs)
-        return f'{json.dumps(choice)[:-1]}, "logprobs":{{"content":{content}}}}}'
+        return json.dumps(choice), self._service.tokens.content(self.token_ids, self.logprobs)
 
     def events_json(self) -> list[str]:
         """Choices of stream events for what came in since the last call; the last one has the finish reason.
@@ -214,10 +217,13 @@ class Answer:
     def record(self, trajectory_id: str | None) -> ChoiceRecord:
         """The choice as the client gets it, for capture."""
         request, adapter = self._request, self.served.adapter
+        plain, content = self.choice_json()
+        choice = Choice.model_validate_json(plain)
+        choice.logprobs = TextLogprobs.of(content.encode())
         return ChoiceRecord(
             messages=request.messages,
             tools=request.tools,
-            choice=Choice.model_validate_json(self.choice_json()),
+            choice=choice,
             name=self.served.canonical if adapter is None else adapter.name,
             step=None if adapter is None else adapter.step,
             trajectory_id=trajectory_id,

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..errors import (
 from .answers import Answer, Service, usage
 from .metrics import EndpointMetrics
 from .protocol import ChatRequest, check_request, error_body, read_body
-from .transport import CANCELS
+from .transport import CANCELS, LOGPROB_SPANS
 
 log = logging.getLogger(__name__)
 CLIENT_GONE = 499
@@ -110,8 +110,7 @@ class ChatCompletions:
                     "model": answers[0].served.canonical,
                     "usage": usage(prompt_ids, answers),
                 }
-                choices = ",".join(answer.choice_json() for answer in answers)
-                await reply.send_json(200, f'{json.dumps(whole)[:-1]}, "choices":[{choices}]}}')
+                await reply.send_choices(whole, [answer.choice_json() for answer in answers])
         finally:
             ticket.end()
 
@@ -245,6 +244,16 @@ class _Reply:
         self.status, self.complete = status, True
         await send_json(self.send, status, text)
 
+    async def send_choices(self, whole: dict[str, Any], choices: Sequence[tuple[str, str]]) -> None:
+        """A chat completion. A client in this process is told where the log-probs are, and may leave them text."""
+        text, spans = f'{json.dumps(whole)[:-1]}, "choices":[', []
+        for number, (plain, content) in enumerate(choices):
+            text += f'{"," if number else ""}{plain[:-1]}, "logprobs":{{"content":'
+            spans.append((len(text), len(text) + len(content)))  # of bytes, too: JSON as it is made here is ASCII
+            text += content + "}}"
+        self.status, self.complete = 200, True
+        await send_json(self.send, 200, text + "]}", {LOGPROB_SPANS: spans})
+
     async def send_events(self, events: Any) -> None:
         if not self.streaming:
             self.streaming, self.status = True, 200
@@ -267,13 +276,13 @@ class _Reply:
             await self.send_json(status, json.dumps(payload))
 
 
-async def send_json(send: Any, status: int, text: str) -> None:
-    """A JSON response, straight over ASGI."""
+async def send_json(send: Any, status: int, text: str, more: Mapping[str, Any] | None = None) -> None:
+    """A JSON response, straight over ASGI. `more`: for the start message; servers take what they know of it."""
     body = text.encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status >= 500:
         headers.append((b"x-should-retry", b"false"))  # OpenAI clients ask no second time
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers, **(more or {})})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

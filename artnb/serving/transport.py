@@ -24,6 +24,8 @@ IN_PROCESS_URL = "http://artnb.local/v1"
 """Base URL of in-process clients. It is never looked up."""
 CANCELS = "artnb.cancels"
 """Extension in the ASGI scope: the app is cancelled when the client leaves, and need not watch for that."""
+LOGPROB_SPANS = "artnb.logprob_spans"
+"""In the start message and the response's extensions: where in the body each choice's `logprobs.content` is."""
 
 
 def make_async_client(app: ASGIApp, api_key: str = "in-process", base_url: str = IN_PROCESS_URL) -> AsyncOpenAI:
@@ -65,8 +67,8 @@ class InProcessTransport:
 
     async def handle_async_request(self, request: Any) -> Any:
         exchange = _Exchange(self._app, _scope(request), await request.aread(), _read_timeout(request))
-        status, headers = await exchange.start()
-        return _response(request, status, headers, "AsyncByteStream", _AsyncBody, exchange)
+        start = await exchange.start()
+        return _response(request, start, "AsyncByteStream", _AsyncBody, exchange)
 
     async def __aenter__(self) -> InProcessTransport:
         return self
@@ -88,8 +90,8 @@ class InProcessSyncTransport:
 
     def handle_request(self, request: Any) -> Any:
         exchange = _Exchange(self._app, _scope(request), request.read(), _read_timeout(request))
-        status, headers = self._thread.run(exchange.start())
-        return _response(request, status, headers, "SyncByteStream", _SyncBody, exchange, self._thread)
+        start = self._thread.run(exchange.start())
+        return _response(request, start, "SyncByteStream", _SyncBody, exchange, self._thread)
 
     def __enter__(self) -> InProcessSyncTransport:
         return self
@@ -112,12 +114,10 @@ class _Exchange:
         self._read_timeout = read_timeout
         self._complete = False
 
-    async def start(self) -> tuple[int, list[tuple[bytes, bytes]]]:
-        """Run the app until it sends the status."""
+    async def start(self) -> dict[str, Any]:
+        """Run the app until it sends the status; returns that message."""
         self._disconnected = asyncio.Event()
-        self._started: asyncio.Future[tuple[int, list[tuple[bytes, bytes]]]] = (
-            asyncio.get_running_loop().create_future()
-        )
+        self._started: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._parts: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._run())
         try:
@@ -157,7 +157,7 @@ class _Exchange:
     async def _send(self, message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
             if not self._started.done():
-                self._started.set_result((message["status"], list(message.get("headers", ()))))
+                self._started.set_result(message)
         elif message["type"] == "http.response.body":
             if part := message.get("body", b""):
                 self._parts.put_nowait(bytes(part))
@@ -242,11 +242,17 @@ def _as_read_timeout(error: BaseException, limit: float | None) -> BaseException
     return error
 
 
-def _response(request: Any, status: int, headers: Any, stream: str, body: type, *parts: Any) -> Any:
+def _response(request: Any, start: dict[str, Any], stream: str, body: type, *parts: Any) -> Any:
     library = client_library()
     # httpx insists that the stream is an instance of its own base class.
     base = getattr(library, stream)
-    return library.Response(status, headers=headers, request=request, stream=_body_type(body, base)(*parts))
+    return library.Response(
+        start["status"],
+        headers=list(start.get("headers", ())),
+        request=request,
+        stream=_body_type(body, base)(*parts),
+        extensions={name: start[name] for name in (LOGPROB_SPANS,) if name in start},
+    )
 
 
 @functools.cache

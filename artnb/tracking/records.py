@@ -15,9 +15,10 @@ from pathlib import PurePath
 from typing import Any, TypeVar
 
 import pydantic
-from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
+from openai.types.chat.chat_completion import Choice
 from pydantic_core import PydanticSerializationError, to_json
 
+from ..token_logprobs import unread_text
 from ..trajectories import History, MessageOrChoice, Trajectory, TrajectoryGroup
 from .frames import message_of, text_of, token_count
 
@@ -97,9 +98,13 @@ def trajectory_line(trajectory: Trajectory, group: int, index: int) -> bytes:
     choices: list[bytes] = []
 
     def hole(choice: Choice) -> str:
-        written = choice.__pydantic_serializer__.to_json(choice, exclude_unset=True, warnings=False)
+        text = unread_text(choice.logprobs)
+        exclude = None if text is None else {"logprobs"}
+        written = choice.__pydantic_serializer__.to_json(choice, exclude=exclude, exclude_unset=True, warnings=False)
         if b"null" in written:  # maybe a NaN, which pydantic writes so
-            written = to_line(_fields(choice))[:-1]
+            written = to_line(choice.model_dump(exclude=exclude, exclude_unset=True, warnings=False))[:-1]
+        if text is not None:
+            written = b'%b,"logprobs":{"content":%b}}' % (written[:-1], text)
         choices.append(written)
         return _HOLE
 
@@ -147,14 +152,10 @@ def _fields(choice: Choice) -> dict[str, Any]:
 
 def _counted(choice: Choice) -> dict[str, Any]:
     """What `summary` looks at."""
-    message, logprobs = getattr(choice, "message", None), choice.logprobs
-    if not (isinstance(message, pydantic.BaseModel) and isinstance(logprobs, ChoiceLogprobs | None)):
-        return _fields(choice)  # it was accepted without validation
-    return {
-        "message": message.model_dump(exclude_unset=True, warnings=False),
-        "token_ids": (choice.model_extra or {}).get("token_ids"),
-        "logprobs": {"content": logprobs.content if logprobs else None},
-    }
+    message, token_ids = getattr(choice, "message", None), (choice.model_extra or {}).get("token_ids")
+    if not (isinstance(message, pydantic.BaseModel) and isinstance(token_ids, list)):
+        return _fields(choice)  # of another server, or accepted without validation
+    return {"message": message.model_dump(exclude_unset=True, warnings=False), "token_ids": token_ids}
 
 
 def _to_item(item: Mapping[str, Any]) -> MessageOrChoice:

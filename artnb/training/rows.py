@@ -18,6 +18,7 @@ import numpy as np
 from openai.types.chat.chat_completion import Choice
 
 from ..config import TrainConfig
+from ..token_logprobs import token_logprobs
 from ..trajectories import MessagesAndChoices, StopReason, Trajectory, TrajectoryGroup
 from .explain import HOW_TO_SAMPLE, cut_short, explain
 from .types import Row, RowBatch, SkipReason
@@ -126,12 +127,11 @@ def sampled_tokens(choice: Choice) -> Sampled | str:
     if prompt_ids is None or token_ids is None:
         missing = " and ".join(name for name in ("prompt_token_ids", "token_ids") if extra.get(name) is None)
         return f"no log-probs that can be trained, for the choice has no {missing}; {HOW_TO_SAMPLE}"
-    content = (choice.logprobs.content if choice.logprobs else None) or []
-    if token_ids and not content:
+    logprobs = token_logprobs(choice.logprobs) or []
+    if token_ids and not logprobs:
         return f"no log-probs; {HOW_TO_SAMPLE}"
-    if len(content) != len(token_ids):
-        return f"{len(token_ids)} token ids but {len(content)} log-probs; do not edit a choice's logprobs or token_ids"
-    logprobs = [entry.logprob for entry in content]
+    if len(logprobs) != len(token_ids):
+        return f"{len(token_ids)} token ids but {len(logprobs)} log-probs; do not edit a choice's logprobs or token_ids"
     for position, value in enumerate(logprobs if not math.isfinite(sum(logprobs)) else ()):
         if not math.isfinite(value):
             return f"log-prob {position} is {value}, not a number to train with; the engine that sampled it is at fault"
