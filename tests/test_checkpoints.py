@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import math
@@ -19,7 +20,9 @@ import pytest
 
 from artnb import durable
 from artnb.errors import CheckpointError, ConfigError
+from artnb.training import seal
 from artnb.training.checkpoints import MANIFEST, CheckpointStore, check_name, model_folder, steps_to_delete
+from artnb.training.seal import sha256_of
 
 
 def adapter(content: bytes = b"weights") -> Any:
@@ -56,6 +59,35 @@ def test_saved_checkpoint_comes_back_with_its_state(store: CheckpointStore) -> N
     assert manifest["format"] == 1
     assert set(manifest["files"]) == {"adapter_model.safetensors", "adapter_config.json", "deep/optimizer.bin"}
     assert names(store) == ["0003"]
+
+
+def test_files_that_are_told_as_finished_are_sealed_as_all_others(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    monkeypatch.setattr(seal, "sha256_of", lambda path: (hashed.append(path.name), sha256_of(path))[1])
+
+    def write(folder: Path) -> None:
+        for name in ("first", "second", "third"):
+            (folder / name).write_bytes(name.encode() * 1000)
+            if name != "third":
+                store.finished(folder / name)
+                store.finished(folder / name)
+
+    store.save(1, write, {})
+    assert sorted(hashed) == ["first", "second", "third"]
+    assert {name: entry["sha256"] for name, entry in store.files(1).items()} == {
+        name: hashlib.sha256(name.encode() * 1000).hexdigest() for name in ("first", "second", "third")
+    }
+    store.verify(1)
+
+    def broken(path: Path) -> None:
+        raise OSError(errno.EIO, "the disk is broken", str(path))
+
+    monkeypatch.setattr(seal, "sync_file", broken)
+    with pytest.raises(CheckpointError, match="the disk is broken"):
+        store.save(2, write, {})
+    assert names(store) == ["0001"]
 
 
 def test_steps_and_latest(store: CheckpointStore) -> None:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..backend import TrainResult
 from ..capture import Collector
 from ..config import LoraConfig, TrainConfig
-from ..durable import sync_file
 from ..engines.base import AdapterRef
 from ..errors import CheckpointError, ConfigError, TrainError
 from ..events import EVENTS
@@ -203,11 +202,13 @@ class TrainedModel:
 
         def write_optimizer(folder: Path) -> None:
             write_state(trainer.state_dict(), folder / OPTIMIZER_FILE)
-            sync_file(folder / OPTIMIZER_FILE)
+            self.store.finished(folder / OPTIMIZER_FILE)
 
         def write(folder: Path) -> None:
             trainer.policy.save_adapter(trainer.adapter, folder)
             written(folder)
+            for path in folder.iterdir():
+                self.store.finished(path)
             with ThreadPoolExecutor(2) as pool:
                 for other in [pool.submit(write_optimizer, folder), pool.submit(beside)]:
                     other.result()

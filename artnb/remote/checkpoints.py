@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..training.adapter_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from ..training.checkpoints import CheckpointStore
+from ..training.seal import sha256_of
 from .connection import AGAIN, Connection, understood
 from .registered import Registered
 from .safe_files import check_safetensors, is_allowed
@@ -75,7 +75,7 @@ async def _fetch(connection: Connection, path: str, size: int, sha256: str, to: 
             break
         except connection.cut as error:
             await patience.wait(error, doing)
-    digest = await asyncio.to_thread(_sha256, to)
+    digest = await asyncio.to_thread(sha256_of, to)
     if digest != sha256:
         raise CheckpointError(f"{doing}: {to.name} arrived damaged (its SHA-256 is not the server's); fetch it again")
     if to.suffix == ".json":
@@ -91,7 +91,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], Path, str]:
     """(configuration, weights file, its SHA-256) of a PEFT adapter folder. Raises CheckpointError."""
     config = read_adapter_config(folder)
     check_safetensors(folder / WEIGHTS_FILE)
-    return config, folder / WEIGHTS_FILE, _sha256(folder / WEIGHTS_FILE)
+    return config, folder / WEIGHTS_FILE, sha256_of(folder / WEIGHTS_FILE)
 
 
 async def send_adapter(
@@ -126,8 +126,3 @@ async def _parts(path: Path) -> AsyncIterator[bytes]:
     with open(path, "rb") as file:
         while part := await asyncio.to_thread(file.read, PART):
             yield part
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,7 +8,6 @@ caller's: this module loads no torch and knows no tensor.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import logging
 import math
@@ -17,7 +16,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -30,11 +28,11 @@ from ..durable import (
     no_space,
     remove_tree,
     replace_file,
-    sync_file,
     sync_folder,
     this_process,
 )
 from ..errors import CheckpointError, ConfigError, nearest
+from .seal import Sealer, sha256_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,6 +78,7 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.root = self.folder / "checkpoints"
         self._mutex = threading.RLock()
+        self._sealer: Sealer | None = None  # of the checkpoint that is being written
         self._warned: set[tuple[str, str]] = set()
 
     # Reading -------------------------------------------------------------------------------------
@@ -122,7 +121,7 @@ class CheckpointStore:
         """Read every file and compare its SHA-256. Raises CheckpointError that names the first wrong one."""
         folder = self._folder_of(step)
         for name, entry in self.files(step).items():
-            if _sha256(folder / name) != entry["sha256"]:
+            if sha256_of(folder / name) != entry["sha256"]:
                 raise CheckpointError(f"{folder} is damaged: {name} does not have the content that was saved (SHA-256)")
 
     def check_free(self, step: int) -> None:
@@ -140,7 +139,8 @@ class CheckpointStore:
         """Let `write(folder)` fill a checkpoint and keep it with `state` (JSON values and bytes) as step `step`.
 
         A complete checkpoint of the same step is replaced. When anything fails nothing of it stays, the checkpoints
-        before are untouched, and CheckpointError says why; KeyboardInterrupt and the like pass through.
+        before are untouched, and CheckpointError says why; KeyboardInterrupt and the like pass through. `write` may
+        tell of each file that is `finished`.
         """
         folder = self._folder_of(step)
         with self._mutex:
@@ -150,8 +150,9 @@ class CheckpointStore:
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
                 temporary.mkdir()
-                write(temporary)
-                self._seal(temporary, step, state)
+                with Sealer() as self._sealer:
+                    write(temporary)
+                    self._seal(temporary, step, state, self._sealer)
                 self._put(temporary, folder, step)
             except BaseException as error:
                 full = is_full(error) or no_space(self.root)
@@ -161,6 +162,11 @@ class CheckpointStore:
                     raise
                 raise CheckpointError(self._failure(step, error, space)) from error
             return folder
+
+    def finished(self, path: Path) -> None:
+        """While `save` writes: the file has its content. It is flushed and hashed beside what is still written."""
+        if self._sealer is not None:
+            self._sealer.begin(path)
 
     def delete(self, steps: Iterable[int]) -> None:
         """Delete complete checkpoints. One that is incomplete or not ours: CheckpointError before any is deleted."""
@@ -253,20 +259,16 @@ class CheckpointStore:
                 return f"{name} has {path.stat().st_size} bytes, not {entry.get('size')}"
         return None
 
-    def _seal(self, folder: Path, step: int, state: dict[str, Any]) -> None:
+    def _seal(self, folder: Path, step: int, state: dict[str, Any], sealer: Sealer) -> None:
         """Flush what was written, and write the manifest last."""
         if (folder / MANIFEST).exists():
             raise CheckpointError(f"checkpoint {step}: the name {MANIFEST} is taken by artnb's own file")
-
         paths = sorted(p for p in folder.rglob("*") if p.is_file())
-        with ThreadPoolExecutor(8) as pool:  # flushing waits for the disk, hashing lets other threads run
-            flushed = [pool.submit(sync_file, path) for path in paths]
-            hashes = list(pool.map(_sha256, paths))
-            for flush in flushed:
-                flush.result()
+        for path in paths:
+            sealer.begin(path)
         files = {
-            path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256}
-            for path, sha256 in zip(paths, hashes, strict=True)
+            path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sealer.sha256(path)}
+            for path in paths
         }
         if not files:
             raise CheckpointError(f"checkpoint {step}: nothing was written into {folder}")
@@ -383,8 +385,3 @@ def _encode(value: Any) -> Any:
 
 def _decode(value: dict[str, Any]) -> Any:
     return base64.b64decode(value["__bytes__"]) if value.keys() == {"__bytes__"} else value
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
