@@ -13,6 +13,7 @@ from typing import Literal
 from ..config import LoraConfig
 from ..engines.vllm_options import LORA_RANKS
 from ..errors import ConfigError, nearest
+from ..training.types import gpu_chunk
 from .cards import GIB, Card
 from .shapes import ModelShape, Precision
 
@@ -248,7 +249,7 @@ def _fit(request: Request, context: int) -> MemoryPlan | Shortage:
     rounded = 2 * item * adapter  # the adapter in the dtype that is computed in, and its gradients
     step = always | {
         "gradients": 4 * adapter + rounded,
-        "logits": 3 * 4 * (request.chunk or _chunk(shape.vocab)) * shape.vocab,
+        "logits": 3 * 4 * (request.chunk or gpu_chunk(shape.vocab)) * shape.vocab,
     }
     # Two copies, and level-1 sleep: the engine's own goes to the host's memory.
     resting = step if copies == 1 else step | {"weights": weights}
@@ -318,11 +319,6 @@ def _fit(request: Request, context: int) -> MemoryPlan | Shortage:
         sampling=always | {"kv_cache": kv, "workspace": workspace},
         training=held | {"activations": activations(tokens)},
     )
-
-
-def _chunk(vocab: int) -> int:
-    """Positions whose logits the trainer holds at a time on a GPU: 128 MiB of them, as `Policy` does."""
-    return 1 << (min(max((128 << 20) // (4 * vocab), 256), 8192).bit_length() - 1)
 
 
 def _weight_bytes(shape: ModelShape, precision: Precision, item: int) -> int:

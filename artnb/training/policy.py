@@ -31,7 +31,7 @@ from .layers import LayerPasses, start_workers
 from .logprobs import OutputHead, gather_logprobs
 from .pack import build_packs
 from .tree_attention import TreeAttend
-from .types import Pack, Row
+from .types import Pack, Row, gpu_chunk
 
 CPU_ACTIVATION_BYTES = 2 << 30
 """On CPU a step keeps at most this much of activations (or half of what is free): the machine is also the user's."""
@@ -44,8 +44,8 @@ LARGEST_PASS = 32768
 """Tokens."""
 COMPILED_FROM = 500_000_000
 """Weights from which on compiling the layers (a minute, once) is worth it by itself."""
-LOGITS_BYTES = 128 << 20
-"""On a GPU the fp32 logits of so many bytes exist at a time."""
+CPU_CHUNK = 256
+"""Positions whose logits exist at a time on a CPU."""
 WARM_UP_TOKENS = 1024
 
 
@@ -87,8 +87,8 @@ class Policy:
         self._decoder: torch.nn.Module = base.model.get_decoder()
         self._head = OutputHead(base.model, self._text_config)
         layers = [m for m in self._decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
-        self.chunk = chunk or self._pick_chunk()
         cuda = base.device.type == "cuda"
+        self.chunk = chunk or (gpu_chunk(int(self._text_config.vocab_size)) if cuda else CPU_CHUNK)
         # Triton's kernels need Ampere; TreeAttend runs everywhere.
         self._flex = cuda and torch.cuda.get_device_capability(base.device) >= (8, 0)
         if cuda:
@@ -295,12 +295,6 @@ class Policy:
             )
         weights = sum(p.numel() for p in self.base.parameters())
         return bool(asked) and self._flex and not packed and (asked is True or weights >= COMPILED_FROM)
-
-    def _pick_chunk(self) -> int:
-        if self.device.type == "cpu":
-            return 256
-        fits = LOGITS_BYTES // (4 * int(self._text_config.vocab_size))
-        return 1 << (min(max(fits, 256), 8192).bit_length() - 1)
 
     def _input_bytes(self) -> int:
         """Bytes of the inputs of all layers, per token."""

@@ -12,6 +12,9 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+LOGITS_BYTES = 128 << 20
+"""On a GPU the trainer's fp32 logits of so many bytes exist at a time."""
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -83,6 +86,11 @@ class Segment:
     start: int
     end: int
     parent: int
+
+
+def gpu_chunk(vocab: int) -> int:
+    """Positions whose logits the trainer holds at a time on a GPU: a power of two from 256 to 8,192."""
+    return 1 << (min(max(LOGITS_BYTES // (4 * vocab), 256), 8192).bit_length() - 1)
 
 
 @dataclass(slots=True)
