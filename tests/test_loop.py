@@ -268,10 +268,10 @@ def test_the_shared_loop_ends_with_the_interpreter() -> None:
         "async def forever():\n"
         "    try: await asyncio.Event().wait()\n"
         "    finally: print('cleaned')\n"
-        "spawn(forever()); run_sync(asyncio.sleep(0))\n"
+        "spawn(forever()); run_sync(asyncio.to_thread(print, 'worked'))\n"
     )
     done = subprocess.run([sys.executable, "-X", "dev", "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "cleaned\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "worked\ncleaned\n", "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -82,6 +82,7 @@ class LoopThread:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._workers: concurrent.futures.ThreadPoolExecutor | None = None
 
     @property
     def running(self) -> bool:
@@ -133,12 +134,13 @@ class LoopThread:
         """Cancel what runs, wait for it, end the thread and close the loop. Repeatable."""
         self.refuse_own_thread()
         with self._lock:
-            loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
+            loop, thread, workers = self._loop, self._thread, self._workers
+            self._loop = self._thread = self._workers = None
         atexit.unregister(self.close)
-        if loop is None or thread is None or not thread.is_alive():
+        if loop is None or thread is None or workers is None or not thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(_end_all(), loop).result()
+        workers.shutdown()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
 
@@ -173,6 +175,9 @@ class LoopThread:
     def _ensure(self) -> asyncio.AbstractEventLoop:
         if self._loop is None or not self.running:  # not running: also after a fork, which keeps no thread
             self._loop = asyncio.new_event_loop()
+            # Not the loop's own: to end that, asyncio starts a thread, and from Python 3.12 on none can be at exit.
+            self._workers = concurrent.futures.ThreadPoolExecutor(thread_name_prefix=f"{self.name}-worker")
+            self._loop.set_default_executor(self._workers)
             self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name=self.name, daemon=True)
             self._thread.start()
             atexit.register(self.close)
@@ -210,7 +215,6 @@ async def _end_all() -> None:
         if pending:
             logger.error("%d coroutines ignore their cancellation; the loop is closed over them", len(pending))
     await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()
 
 
 async def _await(work: Work[T]) -> T:
