@@ -26,8 +26,11 @@ from artnb.training.policy import Policy, load_policy
 
 Grads = dict[str, torch.Tensor]
 
-# torch's compiler looks at `.grad` of what it traces.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    # torch's compiler looks at `.grad` of what it traces.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
+]
 
 
 @pytest.fixture
