@@ -82,7 +82,7 @@ class WandbTracker:
         run_id = self.id or state.values.get("id") or secrets.token_hex(4)
         state.update(id=run_id, project=project, entity=entity)
         # Absolute: W&B's service writes the files, and where a parent process started it, its folder is another.
-        directory = Path(self.directory or os.environ.get("WANDB_DIR") or run.folder).resolve()
+        directory = Path(self.directory or os.environ.get("WANDB_DIR") or run.folder).expanduser().absolute()
         directory.mkdir(parents=True, exist_ok=True)
         asked = self._mode()
         why = why_not_online(self._settings()) if asked == "online" else None

@@ -353,6 +353,7 @@ def main() -> None:
         args.result.write_text(json.dumps(found))
         return
     print(f"{machine()}; LoRA r 16 on all linear layers", flush=True)
+    failed = False
     for folder in args.models:
         results = {}
         for name in args.sides:
@@ -361,6 +362,9 @@ def main() -> None:
             given += ["--old-logprobs"] if args.old_logprobs else []
             results[name] = side(__file__, [folder, *given])
         report(folder, results.get("artnb"), results.get("trl"), args.cases)
+        failed = failed or None in results.values()
+    if failed:
+        raise SystemExit("a side failed; what the other took is above")
 
 
 if __name__ == "__main__":

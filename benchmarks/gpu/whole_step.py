@@ -266,6 +266,8 @@ def main() -> None:
             say("TRL once more, as under a launcher")
             results[name] = side(__file__, command, RANKS)
     report(args, results.get("artnb"), results.get("trl"))
+    if None in results.values():
+        raise SystemExit("a side failed; what the other took is above")
 
 
 if __name__ == "__main__":
