@@ -106,6 +106,7 @@ def test_numbers_make_no_objects_of_the_text() -> None:
     assert token_logprobs(plain()) == VALUES and token_logprobs(None) is None
     logprobs = TextLogprobs.of(TEXT)
     assert token_logprobs(logprobs) == VALUES and unread_text(logprobs) == TEXT
+    trajectory_line(art.Trajectory(messages_and_choices=[make_choice(logprobs)], reward=1.0), 0, 0)  # pydantic's own
     many = [make_choice(TextLogprobs.of(json.dumps(ENTRIES * 50).encode())) for _ in range(20)]
     gc.collect()
     before = len(gc.get_objects())
