@@ -292,12 +292,12 @@ def test_a_person_trains_reads_interrupts_and_goes_on(page: Any, lab: str, artef
     notebook.menu("Settings", "Theme")
     page.locator(".lm-Menu-item", has_text=re.compile("^JupyterLab Dark$")).first.click()
     page.locator('body[data-jp-theme-light="false"]').wait_for(state="attached")
-    page.wait_for_timeout(500)
-    assert page.locator(".artnb-dashboard").first.get_attribute("data-theme") == "dark"
+    page.locator('.artnb-dashboard[data-theme="dark"]').first.wait_for()
+    page.wait_for_timeout(500)  # whatever the change of the theme still does to the layout
     drawn, shown = page.locator(f"{CURVE}[role=img]").evaluate(
         "svg => [svg.viewBox.baseVal.width, svg.getBoundingClientRect().width]"
     )
-    assert abs(drawn - shown) < 1, "the change of the theme hides charts for a moment, in which they were drawn"
+    assert abs(drawn - shown) < 1, "charts were drawn for a layout that the change of the theme had for a moment"
     for width in (1280, 800):
         page.set_viewport_size({"width": width, "height": 900})
         notebook.picture(f"dashboard-dark-{width}", ".artnb-dashboard")

@@ -165,20 +165,24 @@ FITS = """[...document.querySelectorAll('figure svg[role=img]')].filter((svg) =>
 
 
 def test_charts_are_as_wide_as_their_place(chromium: Any, models: list[art.TrainableModel]) -> None:
-    """In a cell that is run again, was narrowed, or is hidden at the moment in which a chart is drawn."""
+    """In a cell that is run again, was narrowed, or is hidden or narrow at the moment in which a chart is drawn."""
     state = state_of(models[0])
     page = open_page(chromium, state)
     page.evaluate("host.style.width = '609px'")
     page.wait_for_function(FITS)
-    recent = json.dumps({"0": {**state["recent"]["0"], "steps": [step + 1 for step in state["recent"]["0"]["steps"]]}})
-    page.evaluate(
-        f"""new Promise((done) => {{
-          requestAnimationFrame(() => {{ host.style.display = "none"; }});
-          change({{ recent: {recent} }});  // drawn in the same frame
-          requestAnimationFrame(() => {{ host.style.display = ""; requestAnimationFrame(done); }});
-        }})"""
-    )
-    assert page.evaluate(FITS), "nothing has changed its size, so nobody draws it again"
+    recent = {**state["recent"]["0"], "steps": [step + 1 for step in state["recent"]["0"]["steps"]]}
+    for moment in ("display = 'none'", "width = '439px'"):
+        name, _, _ = moment.partition(" ")
+        page.evaluate(
+            f"""new Promise((done) => {{
+              const before = host.style.{name};
+              requestAnimationFrame(() => {{ host.style.{moment}; }});
+              change({{ recent: {json.dumps({"0": recent})} }});  // drawn in the same frame
+              requestAnimationFrame(() => {{ host.style.{name} = before; requestAnimationFrame(done); }});
+            }})"""
+        )
+        assert page.evaluate(FITS), f"{moment}: the page never showed that, so nobody draws it again"
+        recent["steps"] = [step + 1 for step in recent["steps"]]
     page.evaluate(
         """() => {
           end();

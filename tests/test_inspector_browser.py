@@ -207,6 +207,24 @@ def test_keys_scrolling_and_rows_far_down(page: Page) -> None:
     assert seen["scrolled"] and seen["current"] == 1
 
 
+def test_rows_drawn_in_a_moment_without_layout_fill_the_list(page: Page) -> None:
+    """JupyterLab takes its style sheet away and brings another within a frame: no observer tells of it."""
+    seen = page.run(
+        OPEN
+        + """
+        const list = one(".list"), body = document.body;
+        await painted();
+        const rows = all(".row").length;
+        requestAnimationFrame(() => { body.style.display = "none"; });
+        list.dispatchEvent(new Event("scroll")); // drawn in the same frame
+        requestAnimationFrame(() => { body.style.display = ""; });
+        await painted();
+        return { rows, now: all(".row").length };
+        """
+    )
+    assert seen["now"] == seen["rows"] > 8
+
+
 def test_another_step_is_chosen(tmp_path: Path) -> None:
     history = History(tmp_path / "m")
     for step in (1, 2):

@@ -163,6 +163,14 @@ class Chart {
     this.empty = make("div", "artnb-empty", this.root);
     if (chart.note) make("p", "artnb-note", this.root, chart.note);
     this.lines = [];
+    // The browser tells the size once the page's layout is settled. Measured at any other moment it may be one that
+    // nobody sees: JupyterLab takes its style sheet away and brings another within a frame when the theme changes.
+    this.box = { width: 240, height: 124 };
+    new ResizeObserver(([{ contentRect }]) => {
+      if (!contentRect.width) return;  // hidden
+      this.box = contentRect;
+      if (this.lines.length) { this.drawLines(); this.hover(this.step); }
+    }).observe(this.svg);
     const over = (event) => {
       const step = this.stepAt(event.clientX - this.svg.getBoundingClientRect().left);
       if (step !== null) onHover(step);
@@ -193,11 +201,7 @@ class Chart {
   }
 
   drawLines() {
-    const box = this.svg.getBoundingClientRect();
-    // Hidden at this moment it has no size, e.g. while JupyterLab changes its theme. Back in the same frame it has the
-    // size it had, and no observer tells; otherwise the grid's observer does.
-    if (box.width) this.box = box;
-    const { width, height } = this.box || { width: 240, height: 124 };
+    const { width, height } = this.box;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const { x0, x1, y0, y1 } = ranges(this.lines, this.chart);
     this.size = (y1 - y0) / 50;
@@ -247,6 +251,7 @@ class Chart {
 
   // The values at a step, or the newest ones.
   hover(step) {
+    this.step = step;
     const shown = this.lines.map((line) => {
       const found = step === null ? line.points[line.points.length - 1] : line.points.find((p) => p[0] === step);
       return { line, value: found ? found[1] : null };

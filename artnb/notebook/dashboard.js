@@ -171,8 +171,6 @@ function render({ model, el }) {
     ["change:metric", soon], ["change:head", onHead], ["change:theme", onTheme]];
   for (const [name, call] of events) model.on(name, call);
   const clock = setInterval(tick, 1000);
-  const size = new ResizeObserver(soon);
-  size.observe(grid);
   const media = matchMedia("(prefers-color-scheme: dark)");
   media.addEventListener("change", onTheme);
   const page = new MutationObserver(onTheme);
@@ -186,7 +184,6 @@ function render({ model, el }) {
     for (const [name, call] of events) model.off(name, call);
     clearInterval(clock);
     cancelAnimationFrame(frame);
-    size.disconnect();
     media.removeEventListener("change", onTheme);
     page.disconnect();
     showStatic();

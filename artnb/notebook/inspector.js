@@ -14,7 +14,7 @@ function render({ model, el }) {
   el.append(root);
   const state = {
     index: null, numbers: [], rows: [], closed: new Set(), query: {}, at: null, showing: null,
-    height: ROW, colouring: "text", standings: new Map(), wanted: new Set(), kept: new Map(), selected: new Set(model.get("selected") || []),
+    height: ROW, sight: 0, colouring: "text", standings: new Map(), wanted: new Set(), kept: new Map(), selected: new Set(model.get("selected") || []),
   };
 
   // Asking the kernel -----------------------------------------------------------------------------
@@ -175,7 +175,7 @@ function render({ model, el }) {
   function paint() {
     frame = 0;
     const first = Math.max(0, Math.floor(list.scrollTop / state.height) - AROUND);
-    const last = Math.min(state.rows.length, Math.ceil((list.scrollTop + list.clientHeight) / state.height) + AROUND);
+    const last = Math.min(state.rows.length, Math.ceil((list.scrollTop + state.sight) / state.height) + AROUND);
     for (const [at, node] of drawn) if (at < first || at >= last) { node.remove(); drawn.delete(at); }
     for (let at = first; at < last; at++) {
       if (drawn.has(at)) continue;
@@ -353,12 +353,14 @@ function render({ model, el }) {
   }
   detail.replaceChildren(...(model.get("preview") || []).map((values) => trajectoryView(values, values.title, { colouring: "text" })));
   function fit() {
+    if (!list.clientHeight) return; // hidden
     root.classList.toggle("narrow", root.clientWidth < NARROW);
     const height = list.clientWidth < ONE_LINE ? TALL : ROW;
     root.classList.toggle("tall", height === TALL);
     const first = list.scrollTop / state.height;
     const changed = height !== state.height;
     state.height = height;
+    state.sight = list.clientHeight; // measured here alone: where an observer calls, the layout is the one that is seen
     if (!state.index) return;
     if (!changed) return paint();
     arrange();
