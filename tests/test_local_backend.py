@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import multiprocessing
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 from agents import even_groups, even_rollout
 
 import artnb as art
 from artnb.errors import CheckpointError, ConfigError, ModelError, TrainError
-from artnb.local import trained
+from artnb.local import backend as local_backend
+from artnb.local import served, trained
+from artnb.training.checkpoints import CheckpointStore
 
 LORA = art.LoraConfig(r=4)
 FAST = art.TrainConfig(learning_rate=5e-3)
@@ -547,3 +552,137 @@ async def test_the_embedded_engine_refuses_what_it_cannot_honour(
     async with backend:
         with pytest.raises(ConfigError, match=f"{next(iter(option))} is for engine='vllm'"):
             await model.register(backend)
+
+
+@pytest.mark.parametrize("where", ["base", "adapter"])
+async def test_an_interrupted_registration_leaves_nothing_that_nobody_owns(
+    where: str, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads cannot be stopped: what they load would stay in memory, or write into a folder whose lock is released."""
+    reached, may_go_on = threading.Event(), threading.Event()
+    owner, name = (local_backend, "load_base") if where == "base" else (trained.TrainedModel, "_resume")
+    original = getattr(owner, name)
+
+    def held(*arguments: Any) -> Any:
+        reached.set()
+        assert may_go_on.wait(60)
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, held)
+    model, backend = make(tiny_base, tmp_path)
+    async with backend:
+        registering = asyncio.create_task(backend.register(model))
+        assert await asyncio.to_thread(reached.wait, 60)
+        for _ in range(2):  # a person presses the button again
+            registering.cancel()
+            await asyncio.sleep(0.02)
+        assert not registering.done()
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await registering
+        (base,) = backend._bases.values()
+        assert base.engine.state == "awake" and sorted(backend._models) == ["agent"]
+        await model.register(backend)
+        assert backend._bases[str(tiny_base)] is base, "the cell that is run again finds what the first one loaded"
+        assert (await model.train(await even_groups(model, 0), FAST)).step == 1
+    assert base.engine.state == "closed"
+
+
+async def test_an_older_checkpoint_whose_request_went_away_is_still_one_of_those_that_are_dropped(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, backend = make(tiny_base, tmp_path, served_checkpoints=1)
+    async with backend:
+        await model.register(backend)
+        for step in range(3):
+            await model.train(await even_groups(model, step), FAST)
+        (base,) = backend._bases.values()
+        original, reached = base.engine.load_adapter, asyncio.Event()
+
+        async def slow(*arguments: Any) -> None:
+            reached.set()
+            await original(*arguments)
+
+        monkeypatch.setattr(base.engine, "load_adapter", slow)
+        asked = asyncio.create_task(greedy(model, "agent@1"))
+        await reached.wait()
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        monkeypatch.setattr(served, "JUST_ASKED_S", 0.0)
+        await greedy(model, "agent@2")
+        assert [str(ref) for ref in base.engine.adapters()] == ["agent@3", "agent@2"]
+
+
+async def test_an_interrupted_deletion_does_not_go_on_serving_what_is_gone(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, backend = make(tiny_base, tmp_path)
+    async with backend:
+        await model.register(backend)
+        for step in range(2):
+            await model.train(await even_groups(model, step), FAST)
+        await greedy(model, "agent@1")
+        original, reached = CheckpointStore.delete, threading.Event()
+
+        def slow(*arguments: Any) -> None:
+            reached.set()
+            original(*arguments)
+
+        monkeypatch.setattr(CheckpointStore, "delete", slow)
+        deleting = asyncio.create_task(backend.delete_checkpoints(model, [1]))
+        assert await asyncio.to_thread(reached.wait, 60)
+        deleting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await deleting
+        with pytest.raises(openai.NotFoundError):
+            await greedy(model, "agent@1")
+
+
+async def test_an_interrupted_close_closes_all(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, backend = make(tiny_base, tmp_path)
+    await model.register(backend)
+    (base,) = backend._bases.values()
+    original, reached = trained.TrainedModel.end_step, asyncio.Event()
+
+    async def slow(self: trained.TrainedModel) -> None:
+        reached.set()
+        await asyncio.sleep(0.1)
+        await original(self)
+
+    monkeypatch.setattr(trained.TrainedModel, "end_step", slow)
+    closing = asyncio.create_task(backend.close())
+    await reached.wait()
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert base.engine.state == "closed"
+    monkeypatch.undo()
+    model, backend = make(tiny_base, tmp_path, kv_tokens=512)
+    async with backend:
+        await model.register(backend)  # the folder was given back, too
+
+
+async def test_a_base_without_models_makes_way_for_another_backend(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registration fails after its base was loaded, the cell is run again with other options: one base in memory."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model, first = make(tiny_base, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(CheckpointStore, "save", full)
+        await model.register(first)
+    (base,) = first._bases.values()
+    assert base.engine.state == "awake" and not first._models
+    other, second = make(tiny_base, tmp_path, "other", kv_tokens=512)
+    async with second:
+        await other.register(second)
+        assert base.engine.state == "closed"
+        await model.register(art.LocalBackend(path=tmp_path / "more", device="cpu", verbose=False))
+        assert (await other.train(await even_groups(other, 0), FAST)).step == 1, "one that has models stays"
+        await model.backend().close()

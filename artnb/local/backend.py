@@ -17,7 +17,6 @@ from ..backend import ASGIApp, TrainResult, TurnLogprobs, check_groups
 from ..capture import Collector
 from ..compat.options import train_config
 from ..config import TrainConfig, TrainSFTConfig, check_choice, check_number
-from ..engines.base import AdapterRef
 from ..errors import ConfigError, ModelError
 from ..notebook.progress import Progress
 from ..tracking.history import History
@@ -32,6 +31,7 @@ from .scoring import base_logprobs
 from .served import ServedBase
 from .step import run_sft_step, run_step
 from .trained import TrainedModel
+from .worker import to_the_end
 
 if TYPE_CHECKING:
     from ..model import TrainableModel
@@ -212,7 +212,9 @@ class LocalBackend:
             if other is not None and other is not resident:
                 self._say(f"{folder} was held by an earlier backend with other options; that one is closed")
                 await RESIDENTS.close(other)
-            trained = await self._load(resident, model, folder)
+            await RESIDENTS.close_unused(resident)
+            # An interrupt waits for its end: what is half loaded would be nobody's, and nothing could give it back.
+            trained = await to_the_end(self._load(resident, model, folder))
             state = f"resumes at step {trained.step}" if trained.step else "starts at step 0"
             self._say(f"{model.name} {state}; folder {folder}")
 
@@ -304,13 +306,7 @@ class LocalBackend:
 
         Raises ConfigError for the newest, which is served; CheckpointError for unknown ones.
         """
-        trained = self._trained(model)
-        if trained.step in steps:
-            raise ConfigError(f"checkpoint {trained.step} of {model.name} is the newest and is served; it stays")
-        # First from disk: a request that comes in between would load it again.
-        await asyncio.to_thread(trained.store.delete, steps)
-        for step in steps:
-            await trained.served().forget(AdapterRef(model.name, step))
+        await to_the_end(self._trained(model).delete_checkpoints(steps))
 
     async def pull_checkpoint(self, model: TrainableModel, step: int | None = None) -> Path:
         """The PEFT folder of a checkpoint, None: of the newest. Raises CheckpointError when there is none."""
@@ -341,8 +337,9 @@ class LocalBackend:
         Raises: ConfigError when base model or LoRA are not the model's; CheckpointError for no, or a damaged,
         checkpoint, and when the model has checkpoints of its own.
         """
-        at = await asyncio.to_thread(
-            start_from, self.path, model, from_model, from_project, from_path, step=step, not_after_step=not_after_step
+        chosen = {"step": step, "not_after_step": not_after_step}
+        at = await to_the_end(
+            asyncio.to_thread(start_from, self.path, model, from_model, from_project, from_path, **chosen)
         )
         self._say(f"{model.name} starts from {from_path or from_model} at step {at}")
         return at

@@ -18,6 +18,7 @@ import torch
 
 from ..capture import CaptureRegistry
 from ..memory import give_back
+from .worker import to_the_end
 
 if TYPE_CHECKING:
     from .served import ServedBase
@@ -106,9 +107,16 @@ class Residents:
                 return resident
         return None
 
+    async def close_unused(self, but: Resident) -> None:
+        """Close the others that hold a base and no model: registering failed or was interrupted after the base was
+        loaded, and then other options were chosen. Call it inside `turn`."""
+        for other in list(self._by_key.values()):
+            if other is not but and other.bases and not other.models:
+                await self.close(other)
+
     async def close(self, resident: Resident) -> None:
         """Close it and forget it. Call it inside `turn`."""
-        await resident.close()
+        await to_the_end(resident.close())
         self._by_key = {key: held for key, held in self._by_key.items() if held is not resident}
 
 

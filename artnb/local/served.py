@@ -21,6 +21,7 @@ from ..serving.server import Server
 from ..training.policy import Policy
 from .probe import Probe
 from .room import Room
+from .worker import to_the_end
 
 if TYPE_CHECKING:
     from .backend import LocalBackend
@@ -96,7 +97,7 @@ class ServedBase:
             raise AdapterNotFoundError(f"no model {model!r} here; served: {', '.join(self.names()[:20])}")
         ref = AdapterRef(trained.name, int(digits) if at else trained.step)
         if ref.step != trained.step:
-            await self._load_older(trained, ref)
+            await to_the_end(self._load_older(trained, ref))  # else it might be loaded, and on no list of what to drop
         return Served(adapter=ref, canonical=str(ref))
 
     async def _load_older(self, trained: TrainedModel, ref: AdapterRef) -> None:

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -139,6 +139,15 @@ class TrainedModel:
         self.trainer = None
         self.history.close()
         self.lock.release()
+
+    async def delete_checkpoints(self, steps: Sequence[int]) -> None:
+        """See LocalBackend.delete_checkpoints."""
+        if self.step in steps:
+            raise ConfigError(f"checkpoint {self.step} of {self.name} is the newest and is served; it stays")
+        # First from disk: a request that comes in between would load it again.
+        await asyncio.to_thread(self.store.delete, steps)
+        for step in steps:
+            await self.served().forget(AdapterRef(self.name, step))
 
     def served(self) -> ServedBase:
         if self.base is None:
