@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -165,15 +165,18 @@ class TrainedModel:
             self.served()
             yield
 
-    async def in_worker(self, work: Callable[[threading.Event], T]) -> T:
-        """Run `work(stop)` in a thread. When the caller is cancelled, set `stop`, wait for its end, then pass it on.
+    async def whole_step(self, step: Callable[[threading.Event], Coroutine[Any, Any, TrainResult]]) -> TrainResult:
+        """Run `step(stop)` inside `turn`, to its end: it is either made and kept, or it has changed nothing.
+
+        An interrupt sets `stop`, which ends the trainer's work between two packs, and is passed on afterwards; so does
+        `end_step`. Past the trainer's work a step is kept.
 
         Raises TrainError when `end_step` stopped it.
         """
         stop = threading.Event()
         self._stops.add(stop)
         try:
-            return await in_worker(work, stop)
+            return await to_the_end(step(stop), stop.set)
         except StepInterrupted:
             raise TrainError(
                 f"{self.name} was closed while the step ran; the last complete step is {self.step}", phase="train"
@@ -181,10 +184,14 @@ class TrainedModel:
         finally:
             self._stops.discard(stop)
 
-    async def train_in(self, room: Room, work: Callable[[threading.Event], T]) -> tuple[T, dict[str, float]]:
-        """`in_worker` while the device is the trainer's. Returns the work's result, and what giving it took."""
+    async def train_in(
+        self, room: Room, work: Callable[[threading.Event], T], stop: threading.Event
+    ) -> tuple[T, dict[str, float]]:
+        """`work(stop)` in a thread while the device is the trainer's: its result, and what giving the device took."""
         async with room.for_trainer() as seconds:
-            done = await self.in_worker(work)
+            if stop.is_set():
+                raise StepInterrupted
+            done = await in_worker(work, stop)
         return done, seconds
 
     async def end_step(self) -> None:

@@ -1,4 +1,7 @@
-"""A step in a worker thread that can be stopped between two packs, and is always waited for."""
+"""Work that ends whole: what an interrupt of its caller would leave half done, or running with nobody to wait for it.
+
+A thread cannot be stopped from outside, and a step that is half kept is neither the one before nor the one after.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +19,27 @@ class StepInterrupted(BaseException):
     """Raised between two packs to end a step whose caller was cancelled, or whose model was closed."""
 
 
-async def in_worker(work: Callable[[threading.Event], T], stop: threading.Event) -> T:
-    """Run `work(stop)` in a thread. When the caller is cancelled, set `stop`, wait for its end, then pass it on."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, stop))
-    try:
-        with ticking():
-            return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        stop.set()
+async def to_the_end(
+    work: Coroutine[Any, Any, T] | asyncio.Future[T], on_cancel: Callable[[], None] = lambda: None
+) -> T:
+    """Await `work` whole, even when the caller is cancelled meanwhile, and then again: `on_cancel` is called each time.
+
+    The cancellation is passed on afterwards, unless the work failed: then its error is.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    with ticking():
         while not task.done():
             try:
                 await asyncio.wait([task])
             except asyncio.CancelledError:
-                continue  # a second interrupt does not leave a half-made step behind
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, StepInterrupted):
-            raise error from None
-        raise
-
-
-async def to_the_end(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
-    """Await it whole, even when the caller is cancelled meanwhile; the cancellation is passed on afterwards."""
-    task = asyncio.ensure_future(work)
-    interrupted = False
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            interrupted = True
-    if interrupted:
-        if not task.cancelled():
-            task.exception()  # looked at, so that it is not reported as forgotten
+                cancelled = True
+                on_cancel()
+    if cancelled and (task.cancelled() or isinstance(task.exception(), StepInterrupted | None)):
         raise asyncio.CancelledError
     return task.result()
+
+
+async def in_worker(work: Callable[[threading.Event], T], stop: threading.Event) -> T:
+    """Run `work(stop)` in a thread, to its end. When the caller is cancelled, `stop` is set."""
+    return await to_the_end(asyncio.to_thread(work, stop), stop.set)

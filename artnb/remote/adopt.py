@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,12 +34,16 @@ async def adopt_adapter(trained: TrainedModel, sha256: str, config: Mapping[str,
         weights = Uploads(trained.folder).path(sha256)
         if not weights.exists():
             raise CheckpointError(f"no adapter {sha256} was uploaded for {trained.name}; push it again")
-        try:
-            await asyncio.to_thread(_load, trained, weights, config)
-        except BaseException:
-            await asyncio.to_thread(trained.undo)
-            raise
-        result = await trained.commit(TrainResult(step=trained.step + 1), [], "push")
+
+        async def step(stop: threading.Event) -> TrainResult:
+            try:
+                await asyncio.to_thread(_load, trained, weights, config)
+            except BaseException:
+                await asyncio.to_thread(trained.undo)
+                raise
+            return await trained.commit(TrainResult(step=trained.step + 1), [], "push")
+
+        result = await trained.whole_step(step)
         weights.unlink(missing_ok=True)
         return result
 
