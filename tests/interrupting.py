@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Coroutine, Generator
 from typing import Any
 
 
@@ -23,10 +24,10 @@ class Cut:
     def _step(self, work: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
         task = asyncio.current_task()
         assert task is not None
-        go_on: Callable[[], Any] = lambda: work.send(None)
+        thrown: BaseException | None = None
         while True:
             try:
-                awaited = go_on()
+                awaited: Any = work.send(None) if thrown is None else work.throw(thrown)
             except StopIteration as end:
                 return end.value
             self.suspended += 1
@@ -35,12 +36,11 @@ class Cut:
                     awaited.add_done_callback(lambda _: task.cancel())
                 else:
                     asyncio.get_running_loop().call_soon(task.cancel)
+            thrown = None
             try:
                 yield awaited
             except BaseException as error:
-                go_on = _throw(work, error)
-            else:
-                go_on = lambda: work.send(None)
+                thrown = error
 
     async def run(self, work: Coroutine[Any, Any, Any]) -> bool:
         """Whether `work` came so far that it was cancelled. Its errors are raised."""
@@ -48,12 +48,6 @@ class Cut:
         async def whole() -> Any:
             return await self._step(work)
 
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.create_task(whole())
-        except asyncio.CancelledError:
-            pass
         return self.suspended >= min(self.at)
-
-
-def _throw(work: Coroutine[Any, Any, Any], error: BaseException) -> Callable[[], Any]:
-    return lambda: work.throw(error)

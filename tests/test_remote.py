@@ -19,6 +19,7 @@ from remote_server import FAST, KEY, LORA, Line, Serving, client
 
 import artnb as art
 from artnb.errors import CheckpointError, ConfigError, ModelError, ServiceError, TrainError
+from artnb.remote import follow
 from artnb.remote.hub import JOURNAL
 from artnb.remote.wire import groups_json, pack
 from artnb.tracking.history import History
@@ -345,6 +346,61 @@ async def test_an_interrupt_ends_the_step_there(serving: Serving, tiny_base: Pat
         assert await model.get_step() == 0
         assert (await model.train(groups, FAST)).step == 1
     assert CheckpointStore(folder_of(serving, name)).steps() == [0, 1]
+
+
+async def test_a_step_that_was_interrupted_while_the_server_was_away_is_not_made_later(
+    serving: Serving, tiny_base: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "CANCEL_S", 0.2)
+    with Line(serving.url) as line:
+        model, backend = client(line.url, tiny_base, tmp_path, name)
+        async with backend:
+            await model.register(backend)
+            groups = [await few(model, step) for step in range(3)]
+            # Before it has reached the server, and after.
+            line.cut()
+            line.refuse = 10**6
+            task = asyncio.create_task(model.train(groups[0], FAST))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            line.refuse = 0
+            assert (await model.train(groups[1], FAST)).step == 1
+            with serving.held(name) as begun:
+                task = asyncio.create_task(model.train(groups[0], FAST))
+                await until(begun.is_set)
+                line.refuse = 10**6
+                line.cut()
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert serving.changing(name) is not None, "the server does not know"
+                line.refuse = 0
+                second = asyncio.create_task(model.train(groups[2], FAST))
+                await until(lambda: serving.changing(name) is None or second.done())
+            assert (await second).step == 2
+    assert CheckpointStore(folder_of(serving, name)).steps() == [0, 1, 2]
+
+
+async def test_a_job_that_comes_after_it_was_cancelled_is_refused(
+    serving: Serving, tiny_base: Path, tmp_path: Path, name: str
+) -> None:
+    """The two may overtake each other on the way."""
+    model, backend = client(serving.url, tiny_base, tmp_path, name)
+    async with backend:
+        await model.register(backend)
+        body = {"kind": "train", "project": "tests", "name": name, "from_step": 0, "config": FAST.to_dict()}
+        packed = pack({**body, "groups": groups_json(await few(model, 0))})
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "content-encoding": "gzip"}
+        async with httpx2.AsyncClient(base_url=serving.url, headers=headers) as http:
+            job = f"/artnb/v1/jobs/{uuid.uuid4().hex}"
+            cancelled = await http.post(f"{job}/cancel")
+            assert (cancelled.status_code, cancelled.json()["error"]["code"]) == (404, "job_not_found")
+            refused = await http.put(job, content=packed)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "job_cancelled")
+            other = await http.put(f"/artnb/v1/jobs/{uuid.uuid4().hex}", content=packed)
+            assert other.status_code == 201
 
 
 async def test_a_server_that_is_away_too_long_and_the_same_call_again(

@@ -22,6 +22,7 @@ from ..notebook.progress import Progress
 from ..tracking.history import History
 from ..training.checkpoints import model_folder
 from ..trajectories import Trajectory, TrajectoryGroup
+from ..whole import to_the_end
 from .build import load_base
 from .fork import start_from
 from .lockfile import FolderLock
@@ -31,7 +32,6 @@ from .scoring import base_logprobs
 from .served import ServedBase
 from .step import run_sft_step, run_step
 from .trained import TrainedModel
-from .worker import to_the_end
 
 if TYPE_CHECKING:
     from ..model import TrainableModel

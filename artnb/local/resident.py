@@ -18,7 +18,7 @@ import torch
 
 from ..capture import CaptureRegistry
 from ..memory import give_back
-from .worker import to_the_end
+from ..whole import to_the_end
 
 if TYPE_CHECKING:
     from .served import ServedBase

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from ..engines.base import SharedEngine
 from ..errors import EngineError, TrainError
-from .worker import to_the_end
+from ..whole import to_the_end
 
 logger = logging.getLogger("artnb")
 

@@ -18,8 +18,8 @@ from ..training.policy import Policy
 from ..training.sft import SFTRows
 from ..training.types import Floats, Row
 from ..trajectories import Trajectory
+from ..whole import StepInterrupted, in_worker
 from .served import ServedBase
-from .worker import StepInterrupted, in_worker
 
 PACK_TOKENS = 2048
 """Distinct tokens of one pass: few enough to fit beside an engine that is awake."""

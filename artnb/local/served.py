@@ -19,9 +19,9 @@ from ..serving.app import Served, create_app
 from ..serving.chat import ChatFormat
 from ..serving.server import Server
 from ..training.policy import Policy
+from ..whole import to_the_end
 from .probe import Probe
 from .room import Room
-from .worker import to_the_end
 
 if TYPE_CHECKING:
     from .backend import LocalBackend

@@ -22,8 +22,8 @@ from ..training.sft_metrics import Means
 from ..training.trainer import StepResult
 from ..training.types import Row, RowBatch
 from ..trajectories import Trajectory, TrajectoryGroup
+from ..whole import StepInterrupted
 from .trained import TrainedModel
-from .worker import StepInterrupted
 
 LOOP_HELD_S = 0.05
 """Seconds of tokenizing after which other tasks of the event loop get a turn."""

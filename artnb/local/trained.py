@@ -34,11 +34,11 @@ from ..training.policy import Policy
 from ..training.state_file import read_state, write_state
 from ..training.trainer import Trainer
 from ..trajectories import TrajectoryGroup
+from ..whole import StepInterrupted, in_worker, to_the_end
 from .lockfile import FolderLock
 from .resident import Turn
 from .room import Room
 from .run_file import RUN_FILE
-from .worker import StepInterrupted, in_worker, to_the_end
 
 if TYPE_CHECKING:
     from ..model import TrainableModel
@@ -66,6 +66,7 @@ class TrainedModel:
         self.history = History(folder)
         self.collector = Collector()
         self.step = 0
+        self.newest: TrainResult | None = None  # what the last step came to, also where its caller was cancelled
         self.base: ServedBase | None = None
         self.trainer: Trainer | None = None
         self.warned_cut = False
@@ -322,6 +323,7 @@ class TrainedModel:
             await asyncio.to_thread(self.history.log_metrics, result.step, split, took)
         except CheckpointError as error:  # the step is complete and served: these numbers are not worth failing it
             logger.warning("what the swap of step %d took is not in the history: %s", result.step, error)
+        self.newest = result
         for group in groups:
             group._logged.add((self.name, split))
         EVENTS.emit(

@@ -106,8 +106,11 @@ async def get_job(job_id: schema.JobId, hub: TheHub) -> schema.JobState:
 
 @api.post("/jobs/{job_id}/cancel", responses=errors(404))
 async def cancel_job(job_id: schema.JobId, hub: TheHub) -> schema.JobState:
-    """End a job; the model stays at its last complete step. Answers when the job has ended."""
-    job = hub.job(job_id)
+    """End a job; the model stays at its last complete step, which the job's may be. Answers when the job has ended.
+
+    One that has not arrived is refused when it does.
+    """
+    job = hub.withdraw(job_id)
     await hub.cancel(job)
     return job.describe()
 

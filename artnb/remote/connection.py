@@ -21,6 +21,7 @@ from urllib.request import getproxies, proxy_bypass
 from ..errors import ArtnbError, ConfigError, ServiceError
 from ..notebook.loop import LoopThread
 from ..serving.transport import client_library
+from ..whole import to_the_end
 from .wire import API
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ class Connection:
             future.result()
         finally:
             if not future.done():
-                await _whole(asyncio.wrap_future(self._thread.spawn(stop)))
+                await to_the_end(asyncio.wrap_future(self._thread.spawn(stop)))
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         """Start `work` on the connection's own loop, and do not wait for it."""
@@ -294,18 +295,6 @@ class _End:
 
 async def _once(work: Callable[[], Coroutine[Any, Any, T]]) -> AsyncGenerator[T]:
     yield await work()
-
-
-async def _whole(future: asyncio.Future[Any]) -> None:
-    """Wait for its end, also when cancelled meanwhile."""
-    interrupted = False
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            interrupted = True
-    if interrupted:
-        raise asyncio.CancelledError
 
 
 def _check_url(url: str) -> tuple[str, bool]:

@@ -36,6 +36,7 @@ class RemoteJob:
     from_step: Callable[[], int] | None = None  # for a job that makes a step
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     accepted: bool = False  # whether the server has said that it has it
+    withdrawn: bool = False  # its caller was interrupted
     outcome: dict[str, Any] | None = None  # the last event, also after an interrupt, where the server could be asked
     _start: dict[str, int] = field(default_factory=dict)
     _packed: bytes = b""
@@ -49,32 +50,36 @@ class RemoteJob:
 
         Called again after it has failed, it goes on with the same job.
         """
+        try:
+            async with contextlib.aclosing(self._events()) as events:
+                async for event in events:
+                    yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            if self.outcome is None:
+                self.withdrawn = True
+                await self.cancel()
+            raise
+
+    async def _events(self) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         if not self._packed:
             self._start = {} if self.from_step is None else {"from_step": self.from_step()}
             packed = await asyncio.to_thread(lambda: pack({**self.body(), **self._start}))
             self._check_size(len(packed))
             self._packed = packed
-        try:
-            last = 0
-            while True:
-                await self._submit(self._packed)
-                try:
-                    async with contextlib.aclosing(self._follow(last)) as followed:
-                        async for number, kind, data in followed:
-                            last = number
-                            if kind in FINAL:
-                                self._end({"state": kind, **data})
-                            yield kind, data
-                except StatusError as error:
-                    if error.code != NO_JOB:
-                        raise
-                    last = 0  # a new server, which has no events of it yet
-                if self.outcome is not None:
-                    return
-        except (asyncio.CancelledError, GeneratorExit):
-            if self.outcome is None:
-                await self._cancel()
-            raise
+        last = 0
+        while self.outcome is None:
+            await self._submit(self._packed)
+            try:
+                async with contextlib.aclosing(self._follow(last)) as followed:
+                    async for number, kind, data in followed:
+                        last = number
+                        if kind in FINAL:
+                            self._end({"state": kind, **data})
+                        yield kind, data
+            except StatusError as error:
+                if error.code != NO_JOB:
+                    raise
+                last = 0  # a new server, which has no events of it yet
 
     def _check_size(self, size: int) -> None:
         """Before it is sent: a server that refuses it on the way may be taken for one that went away."""
@@ -129,18 +134,19 @@ class RemoteJob:
                 cut = error
             await patience.wait(cut, self.doing)
 
-    async def _cancel(self) -> None:
-        """Ask for the job's end; what it had come to is the outcome."""
+    async def cancel(self) -> None:
+        """Ask for the job's end; what it had come to is the outcome. None when the server cannot be asked."""
         try:
             async with asyncio.timeout(CANCEL_S):
                 state = await self.connection.json("POST", f"/jobs/{self.id}/cancel", doing=self.doing)
         except (ServiceError, TimeoutError) as error:
-            # A job that was never accepted is none: there is nothing to warn of.
-            if not (isinstance(error, StatusError) and error.code == NO_JOB):
+            if isinstance(error, StatusError) and error.code == NO_JOB:  # nor will it start it when it comes
+                state = {"state": "cancelled", "step": None, "result": None, "error": None}
+            else:
                 log.warning(
                     "%s: the server could not be told to stop (%s); the step may still be made", self.doing, error
                 )
-            return
+                return
         if state.get("state") in FINAL:
             self._end(state)
 

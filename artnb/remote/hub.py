@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,16 +138,24 @@ class Hub:
             raise RefusedError(404, NO_JOB, f"no job {job_id} is known here; the server may have been restarted")
         return job
 
+    def withdraw(self, job_id: str) -> Job:
+        """The job, which its client no longer wants. Raises RefusedError (404) as `job`; it may then not come later."""
+        if self.jobs.get(job_id) is None:
+            self.jobs.withdraw(job_id)
+        return self.job(job_id)
+
     def submit(self, job_id: str, digest: str, request: Any) -> tuple[Job, bool]:
         """Start a job, or find the one that was started under this id; the second value says whether it is new.
 
         Raises RefusedError: 404 (the model is not registered), 409 (the model is at another step, or is changed now;
-        the id belongs to another request).
+        the id belongs to another request, or was cancelled).
         """
         known = self.jobs.get(job_id)
         if known is not None:
             self._check_same(job_id, known.digest, digest)
             return known, False
+        if self.jobs.is_withdrawn(job_id):
+            raise RefusedError(409, "job_cancelled", f"job {job_id} was cancelled before it came")
         if self.closing:
             raise RefusedError(503, "closing", "the server is closing; ask again when it has been restarted")
         from_step = getattr(request, "from_step", None)
@@ -208,9 +216,15 @@ class Hub:
         return True
 
     async def cancel(self, job: Job) -> None:
-        """End a job that runs; the model stays at its last complete step. Returns when it has ended."""
+        """End a job that runs; the model stays at its last complete step. Returns when it has ended.
+
+        A step that is past the trainer's work is kept, and the job done.
+        """
         if job.task is not None and not job.task.done():
-            job.task.cancel()
+            hosted = self._hosted.get((job.project, job.name))
+            made = hosted is not None and job.from_step is not None and hosted.trained.step > job.from_step
+            if not made:  # else it is about to say so
+                job.task.cancel()
             await asyncio.wait([job.task])
 
     async def _run(self, job: Job, request: Any) -> None:
@@ -257,17 +271,18 @@ class Hub:
             groups = await asyncio.to_thread(read_groups, [g.model_dump() for g in request.groups])
             request.groups.clear()  # they are large, and the step is long
             await asyncio.to_thread(hosted.journal.write, job, None)
-            result = result_json(await backend.train(model, groups, config), groups)
+            result = result_json(await _kept(hosted.trained, backend.train(model, groups, config)), groups)
         elif isinstance(request, schema.TrainSFT):
             sft = TrainSFTConfig(**request.config)
             trajectories = await asyncio.to_thread(read_trajectories, request.trajectories)
             request.trajectories.clear()
             await asyncio.to_thread(hosted.journal.write, job, None)
-            result = result_json(await backend.train_sft(model, trajectories, sft))
+            result = result_json(await _kept(hosted.trained, backend.train_sft(model, trajectories, sft)))
         else:
             assert isinstance(request, schema.Push)
             await asyncio.to_thread(hosted.journal.write, job, None)
-            result = result_json(await adopt_adapter(hosted.trained, request.adapter, request.adapter_config))
+            adopting = adopt_adapter(hosted.trained, request.adapter, request.adapter_config)
+            result = result_json(await _kept(hosted.trained, adopting))
         try:
             await asyncio.to_thread(hosted.journal.write, job, result)
         except CheckpointError as error:  # the step is complete: only a server that is restarted would miss this
@@ -329,3 +344,14 @@ class Hub:
             await self.cancel(job)
         self._unsubscribe()
         await self.backend.close()
+
+
+async def _kept(trained: TrainedModel, step: Awaitable[TrainResult]) -> TrainResult:
+    """The result of a step, also when it was cancelled too late: it is kept then."""
+    before = trained.step
+    try:
+        return await step
+    except asyncio.CancelledError:
+        if trained.newest is None or trained.newest.step == before:
+            raise
+        return trained.newest

@@ -136,6 +136,7 @@ class JobTable:
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._withdrawn: OrderedDict[str, None] = OrderedDict()
 
     def get(self, job_id: str) -> Job | None:
         return self._jobs.get(job_id)
@@ -145,6 +146,15 @@ class JobTable:
         ended = [j for j in self._jobs.values() if j.state in FINAL]
         for old in ended[: max(0, len(ended) - KEPT_JOBS)]:
             del self._jobs[old.id]
+
+    def withdraw(self, job_id: str) -> None:
+        """Its client ended a job that has not arrived: it may be on its way, and is not to be started then."""
+        self._withdrawn[job_id] = None
+        while len(self._withdrawn) > KEPT_JOBS:
+            self._withdrawn.popitem(last=False)
+
+    def is_withdrawn(self, job_id: str) -> bool:
+        return job_id in self._withdrawn
 
     def running(self) -> list[Job]:
         return [job for job in self._jobs.values() if job.state == "running"]

@@ -20,6 +20,7 @@ from ..events import EVENTS
 from ..notebook.loop import ticking
 from ..tracking.summary import summarize
 from ..trajectories import TrajectoryGroup
+from ..whole import to_the_end
 from .bars import Bars
 from .connection import Connection, StatusError, understood
 from .follow import RemoteJob
@@ -160,8 +161,14 @@ class Link(Registered):
             raise
         if job.outcome is not None and job.outcome["state"] == "failed" and self.step > before:
             await self._catch_up()  # e.g. a run that was stopped after a step that was kept
-        result = await asyncio.to_thread(self._keep, self._outcome(job)["result"], split, trained, kept)
-        self._tell(result, split, kept)
+        answer = self._outcome(job)["result"]
+
+        async def keep() -> TrainResult:
+            result = await asyncio.to_thread(self._keep, answer, split, trained, kept)
+            self._tell(result, split, kept)
+            return result
+
+        result = await to_the_end(keep())
         if result.step > 1 and result.step - 1 not in await asyncio.to_thread(self.steps_here):
             await self._catch_up()
         return result
@@ -173,12 +180,27 @@ class Link(Registered):
             if await asyncio.to_thread(left.is_same, self._job(kind, body).body):
                 self._say(f"{left.doing} was sent before and its end not seen; it is followed")
                 return left
-            await self._follow(left, self._in_turn(left))
+            if left.withdrawn:
+                await self._connection.run(lambda: self._forget(left))
+            else:
+                await self._follow(left, self._in_turn(left))
             await self._catch_up()
 
         job = self._job(kind, body)
         job.from_step = lambda: self.step
         return job
+
+    async def _forget(self, job: RemoteJob) -> None:
+        """A job whose caller was interrupted while the server could not be told: it is told now."""
+        await job.cancel()
+        if job.outcome is not None:
+            self._ended(job)
+
+    def _ended(self, job: RemoteJob) -> None:
+        assert job.outcome is not None
+        self._unfinished = None
+        if job.outcome["step"] is not None:
+            self.step = job.outcome["step"]
 
     def _in_turn(self, job: RemoteJob) -> Callable[[], AsyncGenerator[tuple[str, dict[str, Any]]]]:
         """The job's events, as those of the one step that is made at a time. Remembers a job whose end is not seen."""
@@ -195,9 +217,7 @@ class Link(Registered):
                     raise
                 finally:
                     if job.outcome is not None:
-                        self._unfinished = None
-                        if job.outcome["step"] is not None:
-                            self.step = job.outcome["step"]
+                        self._ended(job)
 
         return events
 

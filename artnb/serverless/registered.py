@@ -15,6 +15,7 @@ from ..events import EVENTS
 from ..tracking.history import History
 from ..tracking.summary import summarize
 from ..trajectories import TrajectoryGroup
+from ..whole import to_the_end
 from .client import ServiceModel, TrainingService
 from .jobs import Followed, Job, OpenJob, follow
 
@@ -139,7 +140,7 @@ class Registered:
         result = ServerlessTrainResult(step=await self._step_after(job), metrics={**(metrics or {}), **seen.metrics()})
         result.reasons.update(reasons)
         result.notes += notes
-        await self._keep(job, result, seen, groups)
+        await to_the_end(self._keep(job, result, seen, groups))
         return result
 
     async def _step_after(self, job: Job) -> int:

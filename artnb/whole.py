@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from ..notebook.loop import ticking
+from .notebook.loop import ticking
 
 T = TypeVar("T")
 
