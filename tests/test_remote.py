@@ -24,6 +24,7 @@ from artnb.remote.hub import JOURNAL
 from artnb.remote.wire import groups_json, pack
 from artnb.tracking.history import History
 from artnb.training.checkpoints import CheckpointStore, model_folder
+from artnb.training.trainer import Trainer
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
@@ -538,19 +539,18 @@ async def test_what_the_server_raises_is_raised_here(
         with pytest.raises(ConfigError, match="not registered here"):
             await backend.get_step(art.TrainableModel("x", "tests", tiny_base))
         groups = await few(model, 0)
-        trainer = serving.hub.hosted("tests", name).trained.trainer
 
         def breaks(*_: Any, **__: Any) -> None:
             raise TrainError("out of memory", phase="backward pass", memory="79 of 80 GB")
 
         with monkeypatch.context() as patch:
-            patch.setattr(trainer, "step", breaks)
+            patch.setattr(Trainer, "step", breaks)
             with pytest.raises(
                 TrainError, match=r"out of memory \(phase: backward pass; 79 of 80 GB\) \(at http"
             ) as told:
                 await model.train(groups, FAST)
             assert (told.value.phase, told.value.memory) == ("backward pass", "79 of 80 GB")
-            patch.setattr(trainer, "step", lambda *_, **__: {}["no such key"])
+            patch.setattr(Trainer, "step", lambda *_, **__: {}["no such key"])
             with pytest.raises(ServiceError, match=r"KeyError: 'no such key'.*log has the traceback"):
                 await model.train(groups, FAST)
         assert (await model.train(groups, FAST)).step == 1, "and the model is usable"

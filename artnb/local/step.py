@@ -119,12 +119,8 @@ async def _sft_step(
                     bar.update(1, loss=means.last("loss"), lr=rate)
             return means.of_all()
 
-        try:
-            metrics, seconds = await trained.train_in(trained.served().room, train, stop)
-            result.metrics.update(metrics | seconds)
-        except BaseException:
-            await asyncio.to_thread(trained.undo)
-            raise
+        metrics, seconds = await trained.train_in(trained.served().room, train, stop)
+        result.metrics.update(metrics | seconds)
     else:
         result.trained = False
         result.notes.insert(0, explain(batch))

@@ -177,13 +177,22 @@ class TrainedModel:
         stop = threading.Event()
         self._stops.add(stop)
         try:
-            return await to_the_end(step(stop), stop.set)
+            return await to_the_end(self._kept_or_undone(step(stop)), stop.set)
         except StepInterrupted:
             raise TrainError(
                 f"{self.name} was closed while the step ran; the last complete step is {self.step}", phase="train"
             ) from None
         finally:
             self._stops.discard(stop)
+
+    async def _kept_or_undone(self, step: Coroutine[Any, Any, TrainResult]) -> TrainResult:
+        before = self.step
+        try:
+            return await step
+        except BaseException:
+            if self.step == before:
+                await asyncio.to_thread(self.undo)
+            raise
 
     async def train_in(
         self, room: Room, work: Callable[[threading.Event], T], stop: threading.Event
@@ -257,7 +266,7 @@ class TrainedModel:
             )
 
     def undo(self) -> None:
-        """Put the trainer back to the newest checkpoint, after a step that was trained but could not be kept."""
+        """Put the trainer back to the last complete step, after one that was trained, or in part, and not kept."""
         self.trainer = self._restored(self.served().policy, self.step)
         self.store.delete(step for step in self.store.steps() if step > self.step)
         self.history.truncate_after(self.step)
@@ -265,8 +274,8 @@ class TrainedModel:
     async def commit(self, result: TrainResult, groups: list[TrajectoryGroup], split: str) -> TrainResult:
         """Keep the step: history and checkpoint, and meanwhile wake the engine, serve the new adapter and probe it.
 
-        The step counts when its checkpoint is there. When anything else than the probe fails, the trainer and the
-        engine are back at the last complete step.
+        The step counts when its checkpoint is there. When anything else than the probe fails, the engine is back at the
+        last complete step, and the trainer is put back by `whole_step`.
         """
         base = self.served()
         ref = AdapterRef(self.name, result.step)
@@ -312,7 +321,6 @@ class TrainedModel:
                 await to_the_end(saving)
             await base.room.settle()
             await base.engine.drop_adapter(ref)
-            await asyncio.to_thread(self.undo)
             raise
         with Progress(1, None, phase="swap"), _timed("swap", took):
             await base.engine.load_adapter(ref, result.checkpoint_path)  # where its files are now

@@ -36,11 +36,7 @@ async def adopt_adapter(trained: TrainedModel, sha256: str, config: Mapping[str,
             raise CheckpointError(f"no adapter {sha256} was uploaded for {trained.name}; push it again")
 
         async def step(stop: threading.Event) -> TrainResult:
-            try:
-                await asyncio.to_thread(_load, trained, weights, config)
-            except BaseException:
-                await asyncio.to_thread(trained.undo)
-                raise
+            await asyncio.to_thread(_load, trained, weights, config)
             return await trained.commit(TrainResult(step=trained.step + 1), [], "push")
 
         result = await trained.whole_step(step)
