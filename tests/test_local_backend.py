@@ -17,7 +17,7 @@ import torch
 from agents import even_groups, even_rollout
 
 import artnb as art
-from artnb.errors import CheckpointError, ConfigError, ModelError, TrainError
+from artnb.errors import CheckpointError, ConfigError, EngineError, ModelError, TrainError
 from artnb.local import backend as local_backend
 from artnb.local import served, trained
 from artnb.training.checkpoints import CheckpointStore
@@ -637,6 +637,34 @@ async def test_an_interrupted_deletion_does_not_go_on_serving_what_is_gone(
             await deleting
         with pytest.raises(openai.NotFoundError):
             await greedy(model, "agent@1")
+
+
+async def test_a_step_that_fails_after_its_checkpoint_was_written_is_undone(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, backend = make(tiny_base, tmp_path)
+    async with backend:
+        await model.register(backend)
+        groups, other = await even_groups(model, 0), await even_groups(model, 1)
+        (base,) = backend._bases.values()
+        original, calls = base.engine.load_adapter, 0
+
+        async def fails_at_last(*arguments: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:  # the first is of the files while they are written
+                raise EngineError("no more adapters")
+            await original(*arguments)
+
+        with monkeypatch.context() as patch, pytest.raises(EngineError, match="no more"):
+            patch.setattr(base.engine, "load_adapter", fails_at_last)
+            await model.train(groups, FAST)
+        assert await model.checkpoints() == [0] and len(model.history()) == 0
+        assert [str(ref) for ref in base.engine.adapters()] == ["agent@0"]
+        assert (await model.train(other, FAST)).step == 1
+        asked = await even_groups(model, 2)
+        result = await model.train(asked, FAST)
+        assert result.metrics["mismatch_log_ratio_max"] < 1e-3, "what is served is what was trained, not what failed"
 
 
 async def test_an_interrupted_close_closes_all(

@@ -315,6 +315,8 @@ class TrainedModel:
             served.set()
             with Progress(1, None, phase="save"), _timed("save", took):
                 result.checkpoint_path = await asyncio.shield(saving)
+            with _timed("swap", took):
+                await base.engine.load_adapter(ref, result.checkpoint_path)  # where its files are now
         except BaseException:
             served.set()
             with contextlib.suppress(Exception, asyncio.CancelledError):
@@ -323,7 +325,6 @@ class TrainedModel:
             await base.engine.drop_adapter(ref)
             raise
         with Progress(1, None, phase="swap"), _timed("swap", took):
-            await base.engine.load_adapter(ref, result.checkpoint_path)  # where its files are now
             before, self.step = self.step, result.step
             await base.engine.drop_adapter(AdapterRef(self.name, before))
         result.metrics |= took

@@ -49,7 +49,11 @@ async def learn(backend: art.LocalBackend, name: str, seed: int, rate: float, ar
     shown = ", ".join(f"{key} {before[key]:.2f}" for key in SHOWN[name])
     say(f"{name}, seed {seed}, learning rate {rate:g}: before: {shown}")
     config = art.TrainConfig(
-        learning_rate=rate, lr_schedule=args.schedule, total_steps=args.steps, entropy_coef=args.entropy_coef
+        learning_rate=rate,
+        lr_schedule=args.schedule,
+        total_steps=args.steps,
+        entropy_coef=args.entropy_coef,
+        minibatches=args.minibatches,
     )
     curve: list[float] = []
     gathering = training = 0.0
@@ -124,6 +128,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, nargs="+", default=[3e-4], help="several are tried in turn")
     parser.add_argument("--schedule", choices=("constant", "linear", "cosine"), default="linear")
     parser.add_argument("--entropy-coef", type=float, default=0.0)
+    parser.add_argument("--minibatches", type=int, default=1, help="updates a step")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the rollouts in training; held out: 1")
     parser.add_argument("--held-out", type=int, default=256, help="games of an evaluation")
     parser.add_argument("--quick", action="store_true", help="2 steps of 2 groups of 4, 8 held-out games")
