@@ -90,7 +90,11 @@ async def is_whole(model: art.TrainableModel, backend: art.LocalBackend, scratch
 @pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize("kind", ["train", "train_sft", "nothing to learn"])
 async def test_a_step_is_made_or_not(
-    held: tuple[art.TrainableModel, art.LocalBackend], kind: str, sleeps: bool, tmp_path: Path
+    held: tuple[art.TrainableModel, art.LocalBackend],
+    kind: str,
+    sleeps: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model, backend = held
     backend._models["agent"].served().room.sleeps = sleeps
@@ -120,7 +124,10 @@ async def test_a_step_is_made_or_not(
             await asyncio.sleep(0.002)
         (outcome,) = await asyncio.gather(task, return_exceptions=True)
         assert isinstance(outcome, asyncio.CancelledError | art.TrainResult), outcome
-        kept += await model.get_step() > before
+        made = await model.get_step() > before
+        told = f"the interrupt came after step {before + 1} was trained" in capsys.readouterr().out
+        assert told == (made and isinstance(outcome, asyncio.CancelledError))
+        kept += made
         await check()
     assert kept < 16 or kind == "nothing to learn", "no interrupt came early enough to stop a step"
 

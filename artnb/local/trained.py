@@ -174,10 +174,14 @@ class TrainedModel:
 
         Raises TrainError when `end_step` stopped it.
         """
-        stop = threading.Event()
+        stop, before = threading.Event(), self.step
         self._stops.add(stop)
         try:
             return await to_the_end(self._kept_or_undone(step(stop)), stop.set)
+        except asyncio.CancelledError:
+            if self.step > before:
+                print(f"artnb: the interrupt came after step {self.step} was trained: it is kept", flush=True)
+            raise
         except StepInterrupted:
             raise TrainError(
                 f"{self.name} was closed while the step ran; the last complete step is {self.step}", phase="train"
