@@ -49,8 +49,7 @@ def jobs(models: Path, small: Path) -> dict[str, Job]:
         return Job(((str(HERE / f"{name}.py"), *arguments),), minutes)
 
     learn = (str(HERE / "learn.py"), str(small), "--games")
-    groups = ("--groups", "16", "--group-size", "16")
-    tictactoe = ("tic_tac_toe", "--temperature", "1.6", "--learning-rate", "6e-4", *groups)
+    tictactoe = ("tic_tac_toe", "--temperature", "1.6", "--learning-rate", "6e-4")
     tested = [str(ROOT / "tests" / f"test_{name}.py") for name in ("gpu_backend", "flex_tree", "transformers_engine")]
     return {
         "phases-7b": script("phases", b7, "--quick", "--turns", "2", "--new-tokens", "32", minutes=6),
