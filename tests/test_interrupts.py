@@ -6,6 +6,7 @@ Whatever was interrupted, the model is at a complete step, in memory, on disk an
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -141,8 +142,13 @@ async def test_a_step_is_made_or_not(
     assert kept < 16 or kind == "nothing to learn", "no interrupt came early enough to stop a step"
 
 
+def engines_that_run() -> int:
+    return sum(thread.name == "artnb-engine" for thread in threading.enumerate())
+
+
 async def test_registering_forking_and_closing(tiny_base: Path, tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
+    others = engines_that_run()
     made: list[art.LocalBackend] = []
 
     async def register() -> None:
@@ -157,6 +163,7 @@ async def test_registering_forking_and_closing(tiny_base: Path, tmp_path: Path) 
             assert (await model.train(await even_groups(model, 0, 1, 4), FAST)).step == 1
 
     assert await sweep(register, registered) > 3
+    assert engines_that_run() == others, "a base was loaded that nobody closes"
 
     source = made[-1].path
     backend = local(source)

@@ -62,6 +62,16 @@ async def few(model: art.TrainableModel, step: int) -> list[art.TrajectoryGroup]
     return await even_groups(model, step, groups=1, size=3)
 
 
+def by_hand(url: str) -> httpx2.AsyncClient:
+    """Requests without the client's own care: bodies are packed ones."""
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "content-encoding": "gzip"}
+    return httpx2.AsyncClient(base_url=url, headers=headers)
+
+
+def train_body(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": "train", "project": "tests", "name": name, "from_step": 0, "config": config}
+
+
 async def until(condition: Any) -> None:
     async with asyncio.timeout(30):
         while not condition():
@@ -263,10 +273,9 @@ async def test_a_request_that_is_replayed_is_done_once(
     async with backend:
         await model.register(backend)
         groups = await few(model, 0)
-        body = {"kind": "train", "project": "tests", "name": name, "from_step": 0, "config": FAST.to_dict()}
+        body = train_body(name, FAST.to_dict())
         packed, job = pack({**body, "groups": groups_json(groups)}), uuid.uuid4().hex
-        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "content-encoding": "gzip"}
-        async with httpx2.AsyncClient(base_url=serving.url, headers=headers) as http:
+        async with by_hand(serving.url) as http:
             first, *others = await asyncio.gather(
                 *(http.put(f"/artnb/v1/jobs/{job}", content=packed) for _ in range(5))
             )
@@ -391,10 +400,9 @@ async def test_a_job_that_comes_after_it_was_cancelled_is_refused(
     model, backend = client(serving.url, tiny_base, tmp_path, name)
     async with backend:
         await model.register(backend)
-        body = {"kind": "train", "project": "tests", "name": name, "from_step": 0, "config": FAST.to_dict()}
+        body = train_body(name, FAST.to_dict())
         packed = pack({**body, "groups": groups_json(await few(model, 0))})
-        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "content-encoding": "gzip"}
-        async with httpx2.AsyncClient(base_url=serving.url, headers=headers) as http:
+        async with by_hand(serving.url) as http:
             job = f"/artnb/v1/jobs/{uuid.uuid4().hex}"
             cancelled = await http.post(f"{job}/cancel")
             assert (cancelled.status_code, cancelled.json()["error"]["code"]) == (404, "job_not_found")
@@ -492,14 +500,13 @@ async def test_a_server_that_is_restarted_during_a_step(tiny_base: Path, tmp_pat
 
 async def test_a_server_that_died_between_the_step_and_its_answer(tiny_base: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
-    body: dict[str, Any] = {"kind": "train", "project": "tests", "name": "agent", "from_step": 0, "config": {}}
+    body = train_body("agent", {})
     job = uuid.uuid4().hex
-    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "content-encoding": "gzip"}
     states = []
     for life in range(3):
         with Serving(there, tiny_base) as server:
             model, backend = client(server.url, tiny_base, tmp_path / "here")
-            async with backend, httpx2.AsyncClient(base_url=server.url, headers=headers) as http:
+            async with backend, by_hand(server.url) as http:
                 await model.register(backend)
                 if not life:
                     packed = pack({**body, "groups": groups_json(await few(model, 0))})
