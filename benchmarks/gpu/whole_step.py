@@ -27,6 +27,7 @@ from typing import Any
 from harness import GIB, CardPeak, Words, machine, now, say, side, table
 
 ROLLOUTS = 8
+PHASES = ("sleep", "wake", "save", "swap", "probe")
 RATE = 1e-5
 # What a launcher would set. Without one TRL makes vLLM's group of one rank itself, and no DistributedDataParallel.
 RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
@@ -105,7 +106,9 @@ def run_artnb(args: argparse.Namespace) -> Any:
             metrics = result.metrics
             say(
                 f"artnb: prompt {tokens}: {seconds[-1]:.2f} s, gather {generation[-1]:.2f}, "
-                f"train {metrics['seconds']:.2f}, {metrics['trajectories_trained']:.0f} rollouts, "
+                f"train {metrics['seconds']:.2f}, "
+                + "".join(f"{x} {metrics.get(f'seconds_{x}', 0.0):.2f}, " for x in PHASES)
+                + f"{metrics['trajectories_trained']:.0f} rollouts, "
                 f"{metrics['unique_tokens']:.0f} distinct tokens of {metrics['row_tokens']:.0f}, "
                 f"peak {peaks[-1] / GIB:.1f} GiB"
             )
